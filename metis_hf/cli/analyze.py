@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from metis_hf.cli.options import Imports, import_sources, utf8_file
+from metis_hf.cli.options import Imports, Length, import_sources, utf8_file
 
 
 def analyze(
@@ -36,7 +36,7 @@ def analyze(
         typer.Option(help="Directions kept apart, instead of 1.5 %, at least 48, in steps of 16."),
     ] = None,
     sequences: Annotated[int, typer.Option(help="At most so many sequences of the text.")] = 128,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
+    length: Length = 128,
     imports: Imports = None,
 ) -> None:
     """Show the spectra of a model and what four bits do to them.

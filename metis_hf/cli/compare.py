@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from metis_hf.cli.options import Imports, fail_with, import_sources
+from metis_hf.cli.options import Imports, fail_with, import_sources, split_names
 from metis_hf.lab.compare.presets import PRESET_DEFAULTS, PRESETS
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.shared.yaml_file import read_yaml
 
-
-def _either(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}"
-
-
-def _one_of(what: str, names: Iterable[str]) -> Callable[[str | None], str | None]:
-    """Return a callback that refuses other names before anything is imported."""
-    known = tuple(names)
-
-    def check(value: str | None) -> str | None:
-        if value is not None and value not in known:
-            raise ValueError(f"{what} {value!r} is not known; choose from {', '.join(known)}")
-        return value
-
-    return check
+if TYPE_CHECKING:
+    Preset: TypeAlias = str
+    Size: TypeAlias = str
+else:
+    Preset, Size = Literal[tuple(PRESETS)], Literal[tuple(SIZES)]
 
 
 def _yaml_file(path: Path | None) -> Path | None:
@@ -40,11 +28,10 @@ def _yaml_file(path: Path | None) -> Path | None:
 
 def compare(
     preset: Annotated[
-        str | None,
+        Preset | None,
         typer.Option(
-            help=f"{_either(PRESETS)}; default main, unless schemes or variants are named. "
-            "docs/compare.md says what they train.",
-            callback=_one_of("preset", PRESETS),
+            help="Default: main, unless schemes or variants are named. docs/compare.md says what "
+            "they train."
         ),
     ] = None,
     schemes: Annotated[
@@ -61,13 +48,7 @@ def compare(
     seeds: Annotated[
         str | None, typer.Option(help="Comma-separated; default 0,1,2, or 0 with quartet2-30m.")
     ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{_either(SIZES)}; default tiny, or the preset's.",
-            callback=_one_of("size", SIZES),
-        ),
-    ] = None,
+    size: Annotated[Size | None, typer.Option(help="Default: tiny, or the preset's.")] = None,
     model: Annotated[
         Path | None,
         typer.Option(
@@ -182,7 +163,7 @@ def _default_directory(
 
 
 def _split(text: str | None) -> list[str] | None:
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+    return None if text is None else split_names(text)
 
 
 def _share(text: str | None) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from metis_hf.cli.options import Imports, device_or_best, import_sources, utf8_file
+from metis_hf.cli.options import Imports, import_sources, utf8_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,22 +106,22 @@ def export(
             "--calibrate and --scheme quantize the model, and --format dense does not; choose "
             "--format compressed-tensors or modelopt"
         )
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from metis_hf.deploy import export_checkpoint, load_metis_model
     from metis_hf.deploy.report import HEADER, LOSS_HEADER, loss_rows, report_rows
+    from metis_hf.lab.show.table import terminal_table
 
     console = Console(markup=False)
     load: Callable[[str | Path], PreTrainedModel] = load_metis_model
     if quantizes:
         from metis_hf.lab.calibrated import Calibration, calibrated_model
+        from metis_hf.shared.devices import device_of
 
         calibration = Calibration(
             text=calibrate,
             scheme=scheme,
-            device=device_or_best(device),
+            device=str(device_of(device)),
             exclude=tuple(exclude or ()),
             **given,
         )
@@ -137,19 +137,10 @@ def export(
         results=results,
         load=load,
     )
-    table = Table(title="Error of the weights against those that the checkpoint represents")
-    for index, title in enumerate(HEADER):
-        table.add_column(title, justify="left" if index < 2 else "right")
-    for cells in report_rows(report):
-        table.add_row(*cells)
-    console.print(table)
+    title = "Error of the weights against those that the checkpoint represents"
+    console.print(terminal_table(HEADER, list(report_rows(report)), title=title))
     if report.held_out:
-        losses = Table(box=SIMPLE)
-        for index, title in enumerate(LOSS_HEADER):
-            losses.add_column(title, justify="right" if index else "left")
-        for cells in loss_rows(report):
-            losses.add_row(*cells)
-        console.print(losses)
+        console.print(terminal_table(LOSS_HEADER, list(loss_rows(report)), title="Loss"))
     for note in report.notes:
         console.print(note, highlight=False)
     summary = f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4. Load it:"

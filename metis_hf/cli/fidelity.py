@@ -9,8 +9,14 @@ from typing import Annotated
 import typer
 
 from metis_hf.cli.options import (
+    Batch,
+    Device,
+    Dtype,
     Imports,
-    device_or_best,
+    Length,
+    Model,
+    Tokenizer,
+    TokensPerStep,
     import_sources,
     split_names,
     utf8_file,
@@ -18,7 +24,7 @@ from metis_hf.cli.options import (
 
 
 def fidelity(
-    model: Annotated[str, typer.Argument(help="Directory or hub name of a causal language model.")],
+    model: Model,
     text: Annotated[
         Path,
         typer.Option(
@@ -46,21 +52,15 @@ def fidelity(
     limit: Annotated[
         int, typer.Option(help="Sequences of the text: two thirds for the loss, one for gradients.")
     ] = 18,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
-    batch: Annotated[int, typer.Option(help="Sequences of a batch.")] = 2,
-    tokens_per_step: Annotated[
-        int, typer.Option(help="Tokens that the cost of a training step is counted for.")
-    ] = 8192,
-    dtype: Annotated[str, typer.Option(help="Of the weights and the exact model.")] = "float32",
-    device: Annotated[
-        str | None, typer.Option(help='As "cuda".', show_default="a GPU if there is one")
-    ] = None,
+    length: Length = 256,
+    batch: Batch = 2,
+    tokens_per_step: TokensPerStep = 8192,
+    dtype: Dtype = "float32",
+    device: Device = None,
     seed: Annotated[
         int | None, typer.Option(help="Of all noise.", show_default="0, or a config's own")
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Directory of another tokenizer than the model's own.")
-    ] = None,
+    tokenizer: Tokenizer = None,
     imports: Imports = None,
 ) -> None:
     """Measure what four-bit schemes do to a model, nothing trained.
@@ -75,6 +75,7 @@ def fidelity(
     from metis_hf.lab.fidelity.scheme_fidelity import narrow_table
     from metis_hf.lab.fidelity.settings import Settings
     from metis_hf.lab.show.table import terminal_table
+    from metis_hf.shared.devices import device_of
 
     chosen = split_names(schemes)
     settings = Settings(
@@ -89,7 +90,7 @@ def fidelity(
         batch=batch,
         tokens_per_step=tokens_per_step,
         dtype=dtype,
-        device=device_or_best(device),
+        device=str(device_of(device)),
         seed=seed,
         tokenizer=tokenizer,
     )

@@ -16,6 +16,19 @@ Imports = Annotated[
         help="Python file or module that registers schemes of yours; repeatable.",
     ),
 ]
+Model = Annotated[str, typer.Argument(help="Directory or hub name of a causal language model.")]
+Length = Annotated[int, typer.Option(help="Tokens of a sequence.")]
+Batch = Annotated[int, typer.Option(help="Sequences of a batch.")]
+TokensPerStep = Annotated[
+    int, typer.Option(help="Tokens that the cost of a training step is counted for.")
+]
+Dtype = Annotated[str, typer.Option(help="Of the weights and the exact model.")]
+Device = Annotated[
+    str | None, typer.Option(help='As "cuda".', show_default="a GPU if there is one")
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Directory of another tokenizer than the model's own.")
+]
 
 
 def import_sources(sources: Sequence[str] | None) -> list[str]:
@@ -47,17 +60,6 @@ def fail_with(errors: Sequence[str]) -> None:
 def split_names(text: str) -> list[str]:
     """Split a comma-separated list; blanks around names do not count."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def device_or_best(device: str | None) -> str:
-    """Return the device that was asked for, else the machine's accelerator, else "cpu".
-
-    Raises:
-        ValueError: this machine has no such device.
-    """
-    from metis_hf.shared.devices import device_of
-
-    return str(device_of(device))
 
 
 def utf8_file(path: Path | None) -> Path | None:

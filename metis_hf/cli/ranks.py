@@ -7,11 +7,22 @@ from typing import Annotated
 
 import typer
 
-from metis_hf.cli.options import Imports, device_or_best, import_sources, utf8_file
+from metis_hf.cli.options import (
+    Batch,
+    Device,
+    Dtype,
+    Imports,
+    Length,
+    Model,
+    Tokenizer,
+    TokensPerStep,
+    import_sources,
+    utf8_file,
+)
 
 
 def ranks(
-    model: Annotated[str, typer.Argument(help="Directory or hub name of a causal language model.")],
+    model: Model,
     text: Annotated[
         Path,
         typer.Option(
@@ -24,18 +35,12 @@ def ranks(
     out: Annotated[Path, typer.Option(help="File for the config.")] = Path("metis-ranks.json"),
     scheme: Annotated[str, typer.Option(help="A scheme that splits operands.")] = "metis",
     limit: Annotated[int, typer.Option(help="Sequences of the text.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
-    batch: Annotated[int, typer.Option(help="Sequences of a batch.")] = 2,
-    tokens_per_step: Annotated[
-        int, typer.Option(help="Tokens that the cost of a training step is counted for.")
-    ] = 8192,
-    dtype: Annotated[str, typer.Option(help="Of the weights and the exact model.")] = "float32",
-    device: Annotated[
-        str | None, typer.Option(help='As "cuda".', show_default="a GPU if there is one")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Directory of another tokenizer than the model's own.")
-    ] = None,
+    length: Length = 256,
+    batch: Batch = 2,
+    tokens_per_step: TokensPerStep = 8192,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    tokenizer: Tokenizer = None,
     imports: Imports = None,
 ) -> None:
     """Choose the rank of each layer of a model within a budget.
@@ -47,10 +52,11 @@ def ranks(
 
     from metis_hf.lab.fidelity.ranks import write_ranks
     from metis_hf.lab.fidelity.subject import ModelAndText
+    from metis_hf.shared.devices import device_of
 
-    device = device_or_best(device)
+    chosen = str(device_of(device))
     write_ranks(
-        ModelAndText(model, text, limit, length, batch, dtype, device, tokenizer),
+        ModelAndText(model, text, limit, length, batch, dtype, chosen, tokenizer),
         budget / 100,
         out,
         scheme=scheme,

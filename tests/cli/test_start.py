@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 from metis_hf.cli import main as program
-from metis_hf.cli.options import device_or_best
+from metis_hf.shared.devices import device_of
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "rich", "lm_eval", "datasets", "peft")
 COMMANDS = (
@@ -16,90 +17,73 @@ COMMANDS = (
 )  # fmt: skip
 
 CODE = f"""
-import sys
+import contextlib, io, json, sys
 from metis_hf.cli.main import main
-sys.argv[0] = "metis-hf"
-try:
-    main()
-except SystemExit as end:
-    print("exit", end.code)
-print("imported", *[name for name in {HEAVY} if name in sys.modules])
+
+ended = []
+for arguments in json.load(sys.stdin):
+    sys.argv, printed, code = ["metis-hf", *arguments], io.StringIO(), None
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    ended.append((code, printed.getvalue()))
+print(json.dumps([ended, [name for name in {HEAVY} if name in sys.modules]]))
 """
 
 
-def start(*arguments):
-    """Run `metis-hf` and return (exit code, what it printed, heavy modules that it imported)."""
+def start(*commands):
+    """Run commands in one process that imports nothing heavy; return (exit code, text) of each."""
     done = subprocess.run(
-        [sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, check=True
-    )
-    *printed, code, imported = done.stdout.splitlines()
-    return code.split()[1], "\n".join(printed) + done.stderr, imported.split()[1:]
+        [sys.executable, "-c", CODE],
+        input=json.dumps(commands), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    ended, imported = json.loads(done.stdout)
+    assert imported == []
+    return ended
 
 
-def test_help_lists_the_commands():
-    code, printed, imported = start("--help")
-    assert (code, imported) == ("0", [])
+def test_help():
+    (code, printed), *each = start(["--help"], *([command, "--help"] for command in COMMANDS))
+    assert code == 0
     listed = printed.split("Commands:\n")[1].splitlines()
     assert [line.split()[0] for line in listed] == list(COMMANDS)
     assert not [line for line in listed if line.endswith("...")]  # no summary is cut
+    for command, (code, printed) in zip(COMMANDS, each, strict=True):
+        assert code == 0
+        assert f"Usage: metis-hf {command}" in printed
+        assert "--import FILE_OR_MODULE" in printed
+    compare = " ".join(each[COMMANDS.index("compare")][1].split())
+    assert "Default: main, unless schemes or variants are named" in compare
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command(command):
-    code, printed, imported = start(command, "--help")
-    assert (code, imported) == ("0", [])
-    assert f"Usage: metis-hf {command}" in printed
-    assert "--import FILE_OR_MODULE" in printed
-
-
-def test_help_says_what_compare_trains_without_options():
-    _, printed, _ = start("compare", "--help")
-    assert "default main, unless schemes or variants are named" in " ".join(printed.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nonsense"], "No such command 'nonsense'"),
-        (["compare", "--no-such"], "No such option: --no-such"),
-        (["compare", "--preset", "mian"], "preset 'mian' is not known; choose from main"),
-        (
-            ["compare", "--size", "1b"],
-            "size '1b' is not known; choose from tiny, demo, 130m, 1b1, 8b",
-        ),
-        (["demo", "--steps", "many"], "Invalid value for '--steps'"),
-        (["export", "run"], "Missing option '--out'"),
-        (["export", "run", "--out", "x", "--format", "gguf"], "'gguf' is not one of"),
-        (["eval", "run", "--precision", "fp4"], "'fp4' is not one of"),
-        (["eval", "run", "--batch-size", "big"], "batch-size 'big'; expected auto"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_errors_of_usage(arguments, message):
-    code, printed, imported = start(*arguments)
-    assert (code, imported) == ("2", [])
-    assert message in " ".join(printed.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "content", "message"),
-    [
-        (["fidelity", "m", "--text"], b"\xff\xfe", "is not UTF-8 text"),
-        (["ranks", "m", "--budget", "9", "--text"], b"\xff\xfe", "is not UTF-8 text"),
-        (["analyze", "m", "--out", "x", "--text"], b"\xff\xfe", "is not UTF-8 text"),
-        (["export", "m", "--out", "x", "--text"], b"\xff\xfe", "is not UTF-8 text"),
-        (["export", "m", "--out", "x", "--calibrate"], b"\xff\xfe", "is not UTF-8 text"),
-        (["compare", "--config"], b"\xff\xfe", "is not UTF-8 text"),
-        (["compare", "--config"], b"schemes: [a, b\nx: : y\n", "is not YAML: while parsing a flow"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_files_that_cannot_be_read_are_named(arguments, content, message, tmp_path):
-    file = tmp_path / "given.txt"
-    file.write_bytes(content)
-    code, printed, imported = start(*arguments, str(file))
-    assert (code, imported) == ("2", [])
-    assert f"error: {file} {message}" in " ".join(printed.split())
+def test_errors_of_usage_and_files_that_cannot_be_read(tmp_path):
+    binary, broken = tmp_path / "binary.txt", tmp_path / "broken.yaml"
+    binary.write_bytes(b"\xff\xfe")
+    broken.write_bytes(b"schemes: [a, b\nx: : y\n")
+    unread = f"error: {binary} is not UTF-8 text"
+    cases = {
+        "nonsense": "No such command 'nonsense'",
+        "compare --no-such": "No such option: --no-such",
+        "compare --preset mian": "'mian' is not one of 'main', 'demo'",
+        "compare --size 1b": "'1b' is not one of 'tiny', 'demo', '130m', '1b1', '8b'",
+        "demo --steps many": "Invalid value for '--steps'",
+        "export run": "Missing option '--out'",
+        "export run --out x --format gguf": "'gguf' is not one of",
+        "eval run --precision fp4": "'fp4' is not one of",
+        "eval run --batch-size big": "batch-size 'big'; expected auto",
+        f"fidelity m --text {binary}": unread,
+        f"ranks m --budget 9 --text {binary}": unread,
+        f"analyze m --out x --text {binary}": unread,
+        f"export m --out x --text {binary}": unread,
+        f"export m --out x --calibrate {binary}": unread,
+        f"compare --config {binary}": unread,
+        f"compare --config {broken}": f"error: {broken} is not YAML: while parsing a flow",
+    }
+    for command, (code, printed) in zip(cases, start(*map(str.split, cases)), strict=True):
+        assert code == 2, command
+        assert cases[command] in " ".join(printed.split()), command
 
 
 @pytest.mark.parametrize(
@@ -143,8 +127,9 @@ def _raise(error, monkeypatch):
     monkeypatch.setattr(program, "app", app)
 
 
-@pytest.mark.parametrize("name", ["foo", "meta", "cuda:99"])
-def test_devices_that_this_machine_has_not(name):
-    with pytest.raises(ValueError, match=f"device='{name}' cannot be used here .*choose cpu, or"):
-        device_or_best(name)
-    assert device_or_best("cpu") == "cpu"
+def test_devices_that_this_machine_has_not():
+    for name in ("foo", "meta", "cuda:99"):
+        message = f"device='{name}' cannot be used here .*choose cpu, or"
+        with pytest.raises(ValueError, match=message):
+            device_of(name)
+    assert device_of("cpu").type == "cpu"
