@@ -62,41 +62,35 @@ def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _training(learning_rate: float, device_batch: int) -> dict[str, Any]:
+def _training(learning_rate: float, device_batch: int, **more: Any) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": device_batch,
         "per_device_eval_batch_size": device_batch,
         "learning_rate": learning_rate,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0.01,
         "weight_decay": 0.1,
         "adam_beta2": 0.95,
         "max_grad_norm": 1.0,
-        "bf16": True,
-        "logging_steps": 10,
-        "save_steps": 1000,
-        "save_total_limit": 2,
-        "ddp_find_unused_parameters": False,
-        "dataloader_num_workers": 2,
+        **more,
     }
 
 
+_SMALL = {"lr_scheduler_type": "cosine", "warmup_steps": 0.05}
+_LARGE = {"logging_steps": 10, "ddp_find_unused_parameters": False}
+_PAPER = {
+    **_LARGE,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0.01,
+    "bf16": True,
+    "save_steps": 1000,
+    "save_total_limit": 2,
+    "dataloader_num_workers": 2,
+}
 # Of a comparison that starts from a checkpoint: the model is the checkpoint's.
 CHECKPOINT = "checkpoint"
 CONTINUED = Size(
     model_type="",
     config={},
-    training={
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-4,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.05,
-        "weight_decay": 0.1,
-        "adam_beta2": 0.95,
-        "max_grad_norm": 1.0,
-        "save_steps": 50,
-    },
+    training=_training(1e-4, 4, **_SMALL, save_steps=50),
     sequence_length=256,
     global_batch=8,
     tokens=300_000,
@@ -127,17 +121,7 @@ SIZES = {
     "tiny": Size(
         model_type="llama",
         config=_small_llama(96, 2, 3),
-        training={
-            "per_device_train_batch_size": 32,
-            "per_device_eval_batch_size": 32,
-            "learning_rate": 8e-3,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 0.05,
-            "weight_decay": 0.1,
-            "adam_beta2": 0.95,
-            "max_grad_norm": 1.0,
-            "save_steps": 200,
-        },
+        training=_training(8e-3, 32, **_SMALL, save_steps=200),
         sequence_length=128,
         global_batch=32,
         tokens=780 * 32 * 128,
@@ -169,7 +153,7 @@ SIZES = {
     "130m": Size(
         model_type="gpt2",
         config=_gpt2(768, 12, 12),
-        training=_training(1e-4, 32),
+        training=_training(1e-4, 32, **_PAPER),
         sequence_length=1024,
         global_batch=512,
         tokens=2_600_000_000,  # 20 for each parameter
@@ -179,7 +163,7 @@ SIZES = {
     "1b1": Size(
         model_type="gpt2",
         config=_gpt2(1600, 32, 25),
-        training=_training(1e-4, 8),
+        training=_training(1e-4, 8, **_PAPER),
         sequence_length=1024,
         global_batch=512,
         tokens=22_000_000_000,
@@ -201,7 +185,7 @@ SIZES = {
             "bos_token_id": 128000,
             "eos_token_id": 128001,
         },
-        training=_training(1.5e-4, 4),
+        training=_training(1.5e-4, 4, **_PAPER),
         sequence_length=1024,
         global_batch=512,
         tokens=100_000_000_000,  # the paper's
@@ -222,19 +206,9 @@ SIZES = {
             "rope_theta": 10000.0,
             "tie_word_embeddings": False,
         },
-        training={
-            # Four of these make a step. Tensor scales, the rotation of tokens and wgrad's sum are
-            # over one of them, so that another size would be another quantizer.
-            "per_device_train_batch_size": 128,
-            "per_device_eval_batch_size": 128,
-            "learning_rate": 1.2e-3,
-            "weight_decay": 0.1,
-            "adam_beta2": 0.95,
-            "max_grad_norm": 1.0,
-            "logging_steps": 10,
-            "save_steps": 500,
-            "ddp_find_unused_parameters": False,
-        },
+        # Four batches of a device make a step. Tensor scales, the rotation of tokens and wgrad's
+        # sum are over one of them, so that another size would be another quantizer.
+        training=_training(1.2e-3, 128, **_LARGE, save_steps=500),
         sequence_length=512,
         global_batch=512,
         tokens=749_993_984,  # of the grid's shortest run, 2,861 steps
