@@ -302,8 +302,6 @@ class TestArray:
     ("args", "message"),
     [
         (["--schemes", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
-        (["--preset", "table9"], "preset 'table9' is not known; choose from main, demo"),
-        (["--size", "70b"], "size '70b' is not known; choose from tiny, demo, 130m, 1b1, 8b"),
         (["--seeds", "0,one"], "--seeds 0,one: expected whole numbers"),
         (["--seeds", "0,0"], "seed 0 is given more than once"),
         (["--size", "130m"], "size 130m needs data"),
