@@ -37,14 +37,12 @@ def compare_schemes(
     Args:
         options: as `make_plan` takes them.
         out: the comparison's directory.
-        jobs: runs side by side, as `train_tasks` takes them.
-        launcher: starts a run on several devices.
+        jobs, launcher, imports: as `train_tasks` takes them.
         share: (K, N): this process is the K-th of N that work in the directory at the same time,
             and trains every N-th run of the plan. The one that finds all runs done writes the
             tables.
         times: time a step of every variant side by side, afterwards.
         dry_run: show the plan alone.
-        imports: sources of schemes, for the processes of the runs.
     """
     plan = make_plan(**options, needs_data=not dry_run)
     console = Console(markup=False)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+    from metis_hf.lab.compare.variants import Experiment
+
 EMBEDDED_TRAIN, EMBEDDED_VALIDATION = "train", "validation"
 
 
@@ -65,23 +67,15 @@ def embed(
 
 
 def load_data(
-    data: Path,
-    validation: Path | None,
-    *,
-    vocab_size: int,
-    sequence_length: int,
-    eval_sequences: int,
-    seed: int,
+    data: str | Path, validation: str | Path | None, experiment: Experiment, eval_sequences: int
 ) -> tuple[datasets.Dataset, datasets.Dataset, PreTrainedTokenizerBase]:
     """Return (training sequences in the seed's order, held-out sequences, tokenizer).
 
     Args:
         data: what `embed` or recipes/prepare_data.py wrote.
         validation: held-out tokens in a directory of their own; None takes `data/validation`.
-        vocab_size: the model's.
-        sequence_length: the experiment's, tokens.
+        experiment: its model, length of a sequence and seed.
         eval_sequences: at most so many held-out sequences; of n, every (n // eval_sequences)-th.
-        seed: of the order.
 
     Raises:
         FileNotFoundError: no chunked tokens, or no held-out ones.
@@ -90,46 +84,43 @@ def load_data(
     """
     from transformers import AutoTokenizer
 
-    if _is_embedded(data):
+    data = Path(data)
+    fitting = experiment.model["vocab_size"], experiment.sequence_length
+    embedded = (data / EMBEDDED_TRAIN).is_dir() and not (data / META).is_file()
+    if embedded and (data / TOKENIZER).is_dir():
         if validation is not None:
             raise ValueError(
                 f"validation={validation} beside {data}, which a comparison made of the standard "
                 "library's sources with held-out ones of its own; leave --validation out"
             )
-        train = _embedded(data, EMBEDDED_TRAIN, vocab_size, sequence_length)
-        held_out = _embedded(data, EMBEDDED_VALIDATION, vocab_size, sequence_length)
+        train = _embedded(data / EMBEDDED_TRAIN, *fitting)
+        held_out = _embedded(data / EMBEDDED_VALIDATION, *fitting)
     else:
-        folder = validation or data / "validation"
-        train = _chunked(data, vocab_size, sequence_length)
+        folder = Path(validation or data / "validation")
+        train = _chunked(data, *fitting)
         if validation is None and not (folder / META).is_file():
             raise FileNotFoundError(
                 f"{data} holds no held-out tokens ({folder / META} is missing); prepare it with "
                 "--validation-share above 0, or give --validation DIR"
             )
-        held_out = _chunked(folder, vocab_size, sequence_length)
+        held_out = _chunked(folder, *fitting)
     tokenizer = AutoTokenizer.from_pretrained(data / TOKENIZER)
     step = max(1, len(held_out) // eval_sequences)
     held_out = held_out.select(range(0, len(held_out), step)[:eval_sequences])
-    train = train.shuffle(seed=seed, keep_in_memory=True)
+    train = train.shuffle(seed=experiment.seed, keep_in_memory=True)
     return train.with_format("torch"), held_out.with_format("torch"), tokenizer
 
 
-def _is_embedded(data: Path) -> bool:
-    """Return whether a directory is what `embed` wrote, and not one of a like name inside."""
-    folders = (data / EMBEDDED_TRAIN, data / TOKENIZER)
-    return all(folder.is_dir() for folder in folders) and not (data / META).is_file()
-
-
-def _embedded(data: Path, part: str, vocab_size: int, sequence_length: int) -> datasets.Dataset:
+def _embedded(directory: Path, vocab_size: int, sequence_length: int) -> datasets.Dataset:
     """Open a part of the data that `embed` wrote; sequences have one length."""
     import datasets
 
-    found = datasets.load_from_disk(data / part).with_format("numpy")
-    _check_length(data / part, len(found[0]["input_ids"]), sequence_length)
+    found = datasets.load_from_disk(directory).with_format("numpy")
+    _check_length(directory, len(found[0]["input_ids"]), sequence_length)
     largest = max(int(batch["input_ids"].max()) for batch in found.iter(1024))
     if largest >= vocab_size:
         raise ValueError(
-            f"{data / part} has token {largest}, but the model embeds {vocab_size}; build the "
+            f"{directory} has token {largest}, but the model embeds {vocab_size}; build the "
             f"model with vocab_size={largest + 1} or more"
         )
     return found

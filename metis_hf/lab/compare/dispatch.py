@@ -48,10 +48,8 @@ def train_tasks(
         out: the comparison's directory.
         tasks: of the plan, all of them or the share of one process of an array.
         jobs: runs side by side; None takes the number of accelerators, or of CPU cores.
-        launcher: command that starts a run on several devices, as in
-            "accelerate launch --config_file recipes/accelerate/8gpu_fsdp2.yaml"; one run at a time.
-        imports: sources of schemes, as `absolute_source` gives them, for the processes of the
-            runs; their directories remember them.
+        launcher: command that starts a run on several devices; one run at a time.
+        imports: sources of schemes, as `absolute_source` gives them.
         array: other processes work on the plan too, so all must have the same numerics.
         progress: shows what happens; None is silent.
 
@@ -65,8 +63,9 @@ def train_tasks(
         raise ValueError(f"jobs={jobs}; expected at least 1, the runs side by side")
     if not launcher:
         with_accumulation(plan.experiment, plan.global_batch, processes=1)
-    if plan.data is not None:  # before anything is written
-        _check_data(plan, Path(plan.data))
+    if plan.data is not None:
+        # Before anything is written, and so that the runs share the cache that this makes.
+        load_data(plan.data, plan.validation, plan.of_seed(plan.seeds[0]), plan.eval_sequences)
     progress = progress or TaskProgress(None)
     with held(plan, out, tasks, array=array, note=progress.note) as waiting:
         data = Path(plan.data) if plan.data is not None else out / "data"
@@ -80,18 +79,6 @@ def train_tasks(
             progress.note(f"{len(waiting)} runs of {steps} steps, {slots} at a time.")
         with progress.running({task.name: (steps, 1.0) for task in waiting}, slots):
             return _train_all(waiting, slots, shlex.split(launcher), progress)
-
-
-def _check_data(plan: ComparisonPlan, data: Path) -> None:
-    """Open the data once: errors come early, and the runs share the cache that this makes."""
-    load_data(
-        data,
-        None if plan.validation is None else Path(plan.validation),
-        vocab_size=plan.experiment.model["vocab_size"],
-        sequence_length=plan.experiment.sequence_length,
-        eval_sequences=plan.eval_sequences,
-        seed=plan.seeds[0],
-    )
 
 
 def _embed(plan: ComparisonPlan, data: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,26 +67,21 @@ class Options:
     tasks_dir: str | None = None
 
     def __post_init__(self) -> None:
-        if self.preset is not None:
-            _one_of("preset", self.preset, PRESETS)
-        if self.size is not None:
-            _one_of("size", self.size, SIZES)
+        for name, known in (("preset", PRESETS), ("size", SIZES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(f"{name} {value!r} is not known; choose from {', '.join(known)}")
         if self.checkpoint is not None and (self.size is not None or self.model):
             raise ValueError(
                 f"checkpoint={self.checkpoint} brings its model; leave size and model out, and "
                 "change the training with training, tokens, sequence_length and global_batch"
             )
-        for name, example in (("schemes", "[bf16, metis]"), ("seeds", "[0, 1]"), ("tasks", "[a]")):
-            value = getattr(self, name)
-            if name == "schemes" and value is None:
-                continue
-            if isinstance(value, str) or not isinstance(value, Sequence):
-                raise ValueError(f"{name}: {value!r} is not a list; write {name}: {example}")
-        if self.schemes is not None and not self.schemes:
-            raise ValueError("schemes: the list is empty; name some, or leave schemes out")
-        for name in ("schemes", "tasks"):
-            for each in getattr(self, name) or ():
-                _text(name, each)
+        if self.schemes is not None:
+            _texts("schemes", self.schemes, "[bf16, metis]")
+            if not self.schemes:
+                raise ValueError("schemes: the list is empty; name some, or leave schemes out")
+        _texts("tasks", self.tasks, "[a]")
+        _list("seeds", self.seeds, "[0, 1]")
         for name in ("variants", "model", "training"):
             _mapping(name, getattr(self, name))
         for key in self.model:
@@ -114,12 +110,19 @@ def given_values(file: Path | None, **options: Any) -> dict[str, Any]:
     """Return the keys of a YAML file and options, which win over it; None means not given.
 
     Raises:
-        ValueError: as `_in_file`; or a list or a number where a name or a path belongs.
+        ValueError: no YAML file; a key in it that is not one of `Options`; a list or a number where
+            a name or a path belongs.
     """
-    values = _in_file(file) if file is not None else {}
-    values |= {
+    keys = [field.name for field in dataclasses.fields(Options)]
+    found = {} if file is None else read_yaml(file)
+    for key in found:
+        if key not in keys:
+            hint = _near(key, keys) or f"; keys: {', '.join(keys)}"
+            raise ValueError(f"{file}: there is no key {key!r}{hint}")
+    found |= {key: value for key, value in options.items() if value is not None}
+    values = {
         key: str(value) if isinstance(value, Path) else value
-        for key, value in options.items()
+        for key, value in found.items()
         if value is not None
     }
     for name in _TEXTS & values.keys():
@@ -148,24 +151,10 @@ def check_model(given: Mapping[str, Any], model: Mapping[str, Any]) -> None:
             raise ValueError(f"model: a config of {plain.model_type} has no {key!r}{near}")
 
 
-def _in_file(path: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file that have a value.
-
-    Raises:
-        ValueError: it is no YAML file, or has a key that is not one of `Options`.
-    """
-    keys = [field.name for field in dataclasses.fields(Options)]
-    values = read_yaml(path)
-    for key in values:
-        if key not in keys:
-            hint = _near(key, keys) or f"; keys: {', '.join(keys)}"
-            raise ValueError(f"{path}: there is no key {key!r}{hint}")
-    return {key: value for key, value in values.items() if value is not None}
-
-
 def _training(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of TrainingArguments; numbers that YAML 1.1 takes for text as numbers."""
     known = [field.name for field in dataclasses.fields(TrainingArguments)]
+    hints = typing.get_type_hints(TrainingArguments)
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key not in known:
@@ -175,42 +164,45 @@ def _training(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"training: {key} is not for you to set in a comparison: {OWN_ARGUMENTS[key]}"
             )
-        try:
-            values[key] = float(value) if isinstance(value, str) else value
-        except ValueError:  # text that means text
-            values[key] = value
-    _check_numbers(values)
+        values[key] = value
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):  # text that means text
+                values[key] = float(value)
+        _check_number(key, values[key], set(typing.get_args(hints[key])) or {hints[key]})
     for key in ("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
         _at_least(1, f"training: {key}", values.get(key))
     return values
 
 
-def _check_numbers(training: Mapping[str, Any]) -> None:
+def _check_number(key: str, value: Any, kinds: set[Any]) -> None:
     """Refuse what is no number where TrainingArguments has one, which it does not look at."""
-    hints = typing.get_type_hints(TrainingArguments)
-    for key, value in training.items():
-        kinds = set(typing.get_args(hints[key])) or {hints[key]}
-        if value is None and type(None) in kinds:
-            continue
-        if kinds <= {int, type(None)} and type(value) is not int:
-            raise ValueError(f"training: {key}: {value!r}; expected a whole number")
-        if kinds <= {float, type(None)}:
-            limit = " from 0 up" * (key in _FROM_ZERO) + " and below 1" * (key in _BELOW_ONE)
-            least = 0.0 if key in _FROM_ZERO else -math.inf
-            most = 1.0 if key in _BELOW_ONE else math.inf
-            number = type(value) in (int, float) and not math.isnan(value)
-            if not number or not least <= value <= most or value == 1 == most:
-                raise ValueError(f"training: {key}: {value!r}; expected a number{limit}")
-
-
-def _one_of(what: str, name: Any, known: Collection[str]) -> None:
-    if name not in known:
-        raise ValueError(f"{what} {name!r} is not known; choose from {', '.join(known)}")
+    if value is None and type(None) in kinds:
+        return
+    if kinds <= {int, type(None)} and type(value) is not int:
+        raise ValueError(f"training: {key}: {value!r}; expected a whole number")
+    if kinds <= {float, type(None)}:
+        limit = " from 0 up" * (key in _FROM_ZERO) + " and below 1" * (key in _BELOW_ONE)
+        least = 0.0 if key in _FROM_ZERO else -math.inf
+        most = 1.0 if key in _BELOW_ONE else math.inf
+        number = type(value) in (int, float) and not math.isnan(value)
+        if not number or not least <= value <= most or value == 1 == most:
+            raise ValueError(f"training: {key}: {value!r}; expected a number{limit}")
 
 
 def _text(name: str, value: Any) -> None:
     if not isinstance(value, str | Path):
         raise ValueError(f"{name}: {value!r}; expected a text")
+
+
+def _list(name: str, value: Any, example: str) -> None:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name}: {value!r} is not a list; write {name}: {example}")
+
+
+def _texts(name: str, value: Any, example: str) -> None:
+    _list(name, value, example)
+    for each in value:
+        _text(name, each)
 
 
 def _mapping(name: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from metis_hf.lab.compare.presets import PRESET_DEFAULTS, PRESETS, schemes
 from metis_hf.lab.compare.sizes import CHECKPOINT, CONTINUED, SIZES
 from metis_hf.lab.compare.training import training_arguments
 from metis_hf.lab.compare.variants import Experiment, Variant
-from metis_hf.lab.evaluate.tasks import PlannedTask, plan_tasks
+from metis_hf.lab.evaluate.tasks import plan_tasks
 from metis_hf.lab.show.figure import scheme_styles
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 
@@ -62,13 +62,24 @@ class ComparisonPlan:
         """Return (variant, seed) of every run, seed by seed so that a part is a comparison."""
         return [(variant, seed) for seed in self.seeds for variant in self.variants]
 
+    def of_seed(self, seed: int) -> Experiment:
+        """Return the experiment of a run with this seed."""
+        return replace(self.experiment, seed=seed)
+
     def settings(self) -> dict[str, Any]:
-        """Return the settings that decide a result, besides variant and seed."""
+        """Return the settings that decide a result, besides variant and seed.
+
+        Fields of the experiment that records did not always have are there only if they are set.
+        """
         settings = asdict(self)
         for name in ("variants", "seeds", "reference"):
             del settings[name]
-        settings["experiment"] = experiment_settings(self.experiment)
-        del settings["experiment"]["seed"]
+        experiment = settings["experiment"]
+        del experiment["seed"]
+        defaults = {field.name: field.default for field in fields(Experiment)}
+        for name in _OPTIONAL:
+            if experiment[name] == defaults[name]:
+                del experiment[name]
         return settings
 
     @property
@@ -82,16 +93,6 @@ class ComparisonPlan:
         return self.experiment.steps * self.global_batch * self.experiment.sequence_length
 
 
-def experiment_settings(experiment: Experiment) -> dict[str, Any]:
-    """Return an experiment as records have it: what they did not always name only if it is set."""
-    settings = asdict(experiment)
-    defaults = {field.name: field.default for field in fields(Experiment)}
-    for name in _OPTIONAL:
-        if settings[name] == defaults[name]:
-            del settings[name]
-    return settings
-
-
 def make_plan(
     file: Path | None = None, *, needs_data: bool = True, **options: Any
 ) -> ComparisonPlan:
@@ -101,23 +102,22 @@ def make_plan(
         file: a mapping with any of the keys below.
         needs_data: refuse a size that has no text of its own where no `data` is given; False for
             a plan that is only shown.
-        **options: `preset` (a name in PRESETS; `quartet2-30m` brings its size and one seed,
-            unless others are given), `schemes` (registered names, or "all" for each of them) and
-            `variants` (name -> fields of MetisConfig, and `precision_schedule` with the arguments
-            of PrecisionSchedule) say what is compared, in this order, `main` if nothing does;
-            `reference` (a variant, default "metis" if it takes part) is compared with the others
-            beside the control; `seeds`; `size` (a name in SIZES) with `model`, `training`,
-            `tokens`, `sequence_length`, `global_batch`, `health_interval`, `eval_sequences` to
-            change it; `checkpoint` (a directory of transformers) instead of a size, whose weights
-            every run starts from; `data`, `validation`, `tasks`, `tasks_dir` as in
-            `ComparisonPlan`.
+        **options: fields of `Options`. `preset`, `schemes` (registered names, or "all" for each of
+            them) and `variants` (name -> fields of MetisConfig, and `precision_schedule` with the
+            arguments of PrecisionSchedule) say what is compared, in this order, "main" if nothing
+            does; `size`, or a `checkpoint` whose weights every run starts from, says how, and
+            `model`, `training` and the others change it.
 
     Raises:
         ValueError: an unknown key, preset, scheme, size, field or task; a value out of range, or
             one that the comparison sets itself; repeated names or seeds; malformed data of a task.
         FileNotFoundError: no data of a task in `tasks_dir`.
     """
-    given = Options(**_with_defaults(given_values(file, **options)))
+    values = given_values(file, **options)
+    defaults = dict(PRESET_DEFAULTS.get(str(values.get("preset")), {}))
+    if "checkpoint" in values:
+        defaults.pop("size", None)
+    given = Options(**{**defaults, **values})
     if given.checkpoint is None:
         size_name = given.size or "tiny"
         size = SIZES[size_name]
@@ -140,7 +140,9 @@ def make_plan(
         model=model,
         training=training,
         sequence_length=length,
-        health_interval=_default(given.health_interval, size.health_interval),
+        health_interval=(
+            size.health_interval if given.health_interval is None else given.health_interval
+        ),
         seed=0,
         checkpoint=_absolute(given.checkpoint),
         **{**size.beyond, **({"one_cycle": None} if _SCHEDULE & given.training.keys() else {})},
@@ -169,13 +171,6 @@ def make_plan(
     return plan
 
 
-def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the given values over the preset's defaults; a checkpoint needs no size."""
-    defaults = PRESET_DEFAULTS.get(str(values.get("preset")), {})
-    kept = {k: v for k, v in defaults.items() if k != "size" or "checkpoint" not in values}
-    return {**kept, **values}
-
-
 def _model_of(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments from which AutoConfig makes a checkpoint's config.
 
@@ -197,11 +192,6 @@ def _model_of(checkpoint: Path) -> dict[str, Any]:
     values = {key: value for key, value in config.to_diff_dict().items() if key not in own}
     text = config.get_text_config()
     return {"model_type": config.model_type, "vocab_size": text.vocab_size, **values}
-
-
-def with_seed(experiment: Experiment, seed: int) -> Experiment:
-    """Return the experiment of one run."""
-    return replace(experiment, seed=seed)
 
 
 def directory_name(variant: str) -> str:
@@ -257,7 +247,7 @@ def _check(plan: ComparisonPlan) -> None:
                 f"variant {CONTROL!r} has scheme {variant.config['scheme']!r}, and the variant of "
                 "that name is the control, which others are compared with; choose another name"
             )
-    scheme_styles(names, CONTROL)  # of the figures, which come last
+    scheme_styles(names)  # of the figures, which come last
     repeated = sorted({seed for seed in plan.seeds if plan.seeds.count(seed) > 1})
     if repeated:
         raise ValueError(f"seed {', '.join(map(str, repeated))} is given more than once")
@@ -280,7 +270,7 @@ def _check(plan: ComparisonPlan) -> None:
     if plan.tasks_dir is not None and not plan.tasks:
         raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
     if plan.tasks:  # now, and not when a model is trained
-        task_plan(plan.tasks, plan.tasks_dir)
+        plan_tasks(plan.tasks, None if plan.tasks_dir is None else Path(plan.tasks_dir))
 
 
 def _check_model(plan: ComparisonPlan) -> None:
@@ -337,16 +327,6 @@ def with_accumulation(experiment: Experiment, global_batch: int, processes: int)
     return replace(experiment, training=training)
 
 
-def task_plan(tasks: Sequence[str], tasks_dir: str | None) -> list[PlannedTask]:
-    """Return lm-eval's tasks for a trained model, with their local data.
-
-    Raises:
-        FileNotFoundError, ValueError: local data are missing or malformed, or a task is named
-            twice.
-    """
-    return plan_tasks(tasks, None if tasks_dir is None else Path(tasks_dir))
-
-
 def _check_tokenizer(checkpoint: Path, data: Path) -> None:
     """Refuse tokens of another vocabulary than the checkpoint's, where both have a tokenizer."""
     if not (data / TOKENIZER).is_dir() or not (checkpoint / "tokenizer_config.json").is_file():
@@ -372,10 +352,6 @@ def _check_directories(names: Sequence[str]) -> None:
                 f"variants {other!r} and {name!r} would share the directory {directory}; "
                 "rename one of them"
             )
-
-
-def _default(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 def _absolute(path: str | None) -> str | None:

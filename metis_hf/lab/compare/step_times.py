@@ -20,7 +20,7 @@ from tqdm import tqdm
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.lab.compare.data import load_data
 from metis_hf.lab.compare.meters import synchronize
-from metis_hf.lab.compare.plan import ComparisonPlan, with_seed
+from metis_hf.lab.compare.plan import ComparisonPlan
 from metis_hf.lab.compare.training import initial_model, training_arguments
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.store import task_key
@@ -82,15 +82,8 @@ def _identity(plan: ComparisonPlan, variant: Variant) -> str:
 
 def batches_of_a_step(plan: ComparisonPlan, out: Path) -> list[Tensor]:
     """Return the micro-batches of one step, [sequences tokens]."""
-    experiment = plan.experiment
-    dataset, _, _ = load_data(
-        Path(plan.data) if plan.data is not None else out / "data",
-        None if plan.validation is None else Path(plan.validation),
-        vocab_size=experiment.model["vocab_size"],
-        sequence_length=experiment.sequence_length,
-        eval_sequences=plan.eval_sequences,
-        seed=plan.seeds[0],
-    )
+    experiment, data = plan.of_seed(plan.seeds[0]), plan.data or out / "data"
+    dataset, _, _ = load_data(data, plan.validation, experiment, plan.eval_sequences)
     rows = dataset.select(range(plan.global_batch))["input_ids"]
     ids = torch.stack([torch.as_tensor(row) for row in rows])
     return list(ids.split(experiment.training["per_device_train_batch_size"]))
@@ -103,7 +96,7 @@ def _arguments(plan: ComparisonPlan) -> transformers.TrainingArguments:
 def step_of(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
     """Return one optimizer step of a variant, as a call."""
     args = _arguments(plan)
-    model: Any = initial_model(with_seed(plan.experiment, plan.seeds[0]), args.device)
+    model: Any = initial_model(plan.of_seed(plan.seeds[0]), args.device)
     get_metis_model(model, variant.metis_config(plan.seeds[0]))
     model.train()
     if args.gradient_checkpointing:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from metis_hf.conversion.convert import get_metis_model
-from metis_hf.lab.compare.plan import ComparisonPlan, directory_name, with_seed
+from metis_hf.lab.compare.plan import ComparisonPlan, directory_name
 from metis_hf.lab.compare.results import RESULT_FILE, SchemeResult, load_result
 from metis_hf.lab.compare.training import drop_checkpoints
 from metis_hf.lab.compare.variants import Variant
@@ -106,12 +106,8 @@ def held(
 ) -> Iterator[list[Task]]:
     """Claim a directory, hold the tasks that have no result, and yield these.
 
-    Args:
-        plan: what is compared.
-        out: the comparison's directory.
-        tasks: of the plan.
-        array: several processes work on the plan, so that all must have the same numerics.
-        note: told of damaged results, and of code that has changed.
+    With `array`, several processes work on the plan, so that all must have the same numerics.
+    `note` is told of damaged results, and of code that has changed.
 
     Raises:
         ValueError: the directory belongs to another comparison, another process is at work on one
@@ -189,7 +185,7 @@ def write_spec(
     if before and before[-1] != code:
         note(f"{task.name} began with other code or torch, and goes on with this one")
     spec = {
-        "experiment": asdict(with_seed(plan.experiment, task.seed)),
+        "experiment": asdict(plan.of_seed(task.seed)),
         "variant": asdict(task.variant),
         "global_batch": plan.global_batch,
         "eval_sequences": plan.eval_sequences,

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from metis_hf.lab.compare.data import load_data
-from metis_hf.lab.compare.plan import task_plan, with_accumulation
+from metis_hf.lab.compare.plan import with_accumulation
 from metis_hf.lab.compare.results import SchemeResult, headlines, save_result
 from metis_hf.lab.compare.tasks import SPEC_FILE
 from metis_hf.lab.compare.training import Trained, drop_checkpoints, train
@@ -56,12 +56,7 @@ def run(directory: Path) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     experiment = with_accumulation(asked, spec["global_batch"], processes)
     dataset, held_out, tokenizer = load_data(
-        Path(spec["data"]),
-        None if spec["validation"] is None else Path(spec["validation"]),
-        vocab_size=experiment.model["vocab_size"],
-        sequence_length=experiment.sequence_length,
-        eval_sequences=spec["eval_sequences"],
-        seed=experiment.seed,
+        spec["data"], spec["validation"], experiment, spec["eval_sequences"]
     )
     trained = train(
         experiment,
@@ -111,8 +106,9 @@ def _scores(trained: Trained, spec: dict[str, Any]) -> tuple[dict[str, Any], dic
     quantized model's likelihoods depend on what else is in their batch.
     """
     from metis_hf.lab.evaluate import EvalResult, evaluate_model
+    from metis_hf.lab.evaluate.tasks import plan_tasks
 
-    asked = task_plan(spec["tasks"], spec["tasks_dir"])
+    asked = plan_tasks(spec["tasks"], spec["tasks_dir"] and Path(spec["tasks_dir"]))
     own = next((task.include_path for task in asked if task.include_path), None)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         trained.directory, dtype=torch.float32

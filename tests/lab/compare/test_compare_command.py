@@ -77,8 +77,7 @@ def test_outputs_hold_what_was_trained(finished):
 def test_models_are_hugging_face_directories_evaluated_without_quantizers_too(finished):
     """Beside a plain model with the same weights."""
     out, _, _ = finished
-    settings = {"vocab_size": 300, "sequence_length": 32, "eval_sequences": 16, "seed": 0}
-    _, held_out, _ = load_data(out / "data", None, **settings)
+    _, held_out, _ = load_data(out / "data", None, make_plan(**CONFIG).experiment, 16)
     ids = held_out["input_ids"][:]
     by_name = {r["scheme"]: r for r in record(out)["runs"] if r["seed"] == 0}
     for name, r in by_name.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from types import MappingProxyType
@@ -48,10 +47,7 @@ def begin(run):
     (run / "checkpoint-2").mkdir(exist_ok=True)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"forward_rounding": "stochastic"}, {"precision_schedule": {"at": 3}}, {"scheme": "nvidia"}],
-)
+@pytest.mark.parametrize("changes", [{"scheme": "nvidia"}, {"precision_schedule": {"at": 3}}])
 def test_a_run_of_another_variant_is_refused(changes, compare, out):
     changed = {"mine": MINE["mine"] | changes}
     assert compare() == []
@@ -124,15 +120,9 @@ def test_a_record_says_how_many_ran_side_by_side(compare, out):
     assert "s/step" not in (out / "table.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"rank": 90}, "choose at most 16"), ({"target_modules": ["nowhere"]}, "nowhere")],
-)
-def test_a_variant_that_cannot_be_converted_is_refused_before_training(
-    fields, message, compare, out
-):
-    with pytest.raises(ValueError, match=f"variant 'broken': .*{message}"):
-        compare(variants={**MINE, "broken": {"scheme": "metis", **fields}})
+def test_a_variant_that_cannot_be_converted_is_refused_before_training(compare, out):
+    with pytest.raises(ValueError, match=r"variant 'broken': .*choose at most 16"):
+        compare(variants={**MINE, "broken": {"scheme": "metis", "rank": 90}})
     assert [path.name for path in out.iterdir()] == ["data"]
 
 
@@ -152,18 +142,15 @@ def test_times_take_nothing_with_them(compare, out, monkeypatch):
     assert "| mine |" in (out / "table.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"), [(None, ["0", "1", "0"]), ("2,5", ["2", "5", "2"])]
-)
-def test_runs_share_the_accelerators(visible, expected, monkeypatch):
+def test_runs_share_the_accelerators(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = [slot_environment(slot, 3) for slot in range(3)]  # more of them than devices
-    assert found == [{"CUDA_VISIBLE_DEVICES": name} for name in expected]
+    for expected in (["0", "1", "0"], ["2", "5", "2"]):
+        found = [slot_environment(slot, 3) for slot in range(3)]  # more of them than devices
+        assert found == [{"CUDA_VISIBLE_DEVICES": name} for name in expected]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
 
 
 def test_runs_share_the_threads_of_a_cpu(monkeypatch):
@@ -299,26 +286,26 @@ class TestArray:
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("command", "message"),
     [
-        (["--schemes", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
-        (["--seeds", "0,one"], "--seeds 0,one: expected whole numbers"),
-        (["--seeds", "0,0"], "seed 0 is given more than once"),
-        (["--size", "130m"], "size 130m needs data"),
-        (["--schemes", "bf16", "--jobs", "2", "--launcher", "accelerate launch"], "one run at a"),
-        (["--data", "nowhere"], "nowhere has no meta.json"),
-        (["--validation", "nowhere"], "/nowhere without data: the standard library's"),
-        (["--jobs", "0"], "jobs=0; expected at least 1"),
-        (["--tasks", "boolq", "--tasks-dir", "nowhere"], "/nowhere is not a directory"),
-        (["--tasks", "boolq,boolq"], "tasks named twice: boolq"),
-        (["--task", "0/3"], "--task 0/3; expected K/N with K from 1 to N"),
-        (["--task", "4/3"], "--task 4/3; expected K/N with K from 1 to N"),
-        (["--task", "3"], "--task 3: expected K/N, the K-th of N shares, as in 1/3"),
-        (["--task", "-1/3"], "--task -1/3: expected K/N"),
+        ("compare --schemes metsi", "scheme 'metsi' is not registered; did you mean 'metis'?"),
+        ("compare --seeds 0,one", "--seeds 0,one: expected whole numbers"),
+        ("compare --size 130m", "size 130m needs data: give --data DIR"),
+        ("compare --schemes bf16 --jobs 2 --launcher accelerate", "one run at a"),
+        ("compare --data nowhere", "nowhere has no meta.json"),
+        ("compare --validation nowhere", "/nowhere without data: the standard library's"),
+        ("compare --jobs 0", "jobs=0; expected at least 1"),
+        ("compare --tasks boolq --tasks-dir nowhere", "/nowhere is not a directory"),
+        ("compare --tasks boolq,boolq", "tasks named twice: boolq"),
+        ("compare --task 0/3", "--task 0/3; expected K/N with K from 1 to N"),
+        ("compare --task 3", "--task 3: expected K/N, the K-th of N shares, as in 1/3"),
+        ("demo --quick --steps 0", "max_steps: 0; expected a whole number, at least 1"),
+        ("demo --quick --seed -1", "seeds: -1; expected a whole number, from 0 to 4294967295"),
+        ("demo --quick --schemes ,", "schemes: the list is empty"),
     ],
 )
-def test_bad_input_is_one_line(args, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["metis-hf", "compare", "--out", str(tmp_path / "x"), *args])
+def test_bad_input_is_one_line(command, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["metis-hf", *command.split(), "--out", str(tmp_path / "x")])
     with pytest.raises(SystemExit) as exit_:
         main()
     assert exit_.value.code == 2
@@ -327,50 +314,27 @@ def test_bad_input_is_one_line(args, message, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "x").exists()
 
 
-class TestDemo:
-    """`metis-hf demo`: a preset of compare under a name of its own."""
-
-    @pytest.mark.parametrize(
-        ("args", "message"),
-        [
-            (["--schemes", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
-            (["--steps", "0"], "max_steps: 0; expected a whole number, at least 1"),
-            (["--seed", "-1"], "seeds: -1; expected a whole number, from 0 to 4294967295"),
-            (["--schemes", ","], "schemes: the list is empty"),
-            (["--schemes", "bf16,nvfp4,nvfp4"], "variant 'nvfp4' is given more than once"),
-        ],
+@pytest.mark.parametrize(
+    ("given", "expected", "steps"),
+    [
+        ([], "runs/demo", 450),
+        (["--quick"], "runs/quick", 12),
+        (["--quick", "--steps", "5", "--out", "runs/mine"], "runs/mine", 5),
+    ],
+)
+def test_demo_is_a_preset_of_compare(given, expected, steps, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        command, "compare_schemes", lambda options, out, **_: asked.append((options, out)) or []
     )
-    def test_bad_input_is_one_line(self, args, message, tmp_path, monkeypatch, capsys):
-        command = ["metis-hf", "demo", "--quick", "--out", str(tmp_path / "x"), *args]
-        monkeypatch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        assert exit_.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert re.search(re.escape(message), line)
-        assert not (tmp_path / "x").exists()
-
-    @pytest.mark.parametrize(
-        ("given", "expected", "steps"),
-        [
-            ([], "runs/demo", 450),
-            (["--quick"], "runs/quick", 12),
-            (["--quick", "--steps", "5", "--out", "runs/mine"], "runs/mine", 5),
-        ],
-    )
-    def test_asks_for_the_preset(self, given, expected, steps, monkeypatch):
-        asked = []
-        monkeypatch.setattr(
-            command, "compare_schemes", lambda options, out, **_: asked.append((options, out)) or []
-        )
-        monkeypatch.setattr(sys, "argv", ["metis-hf", "demo", *given])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        assert exit_.value.code == 0
-        ((options, out),) = asked
-        plan, preset = command.make_plan(**options), command.make_plan(preset="demo")
-        assert str(out) == expected
-        assert plan.experiment.steps == steps
-        assert (plan.variants, plan.seeds) == (preset.variants, preset.seeds)
-        if not given:
-            assert plan == preset
+    monkeypatch.setattr(sys, "argv", ["metis-hf", "demo", *given])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0
+    ((options, out),) = asked
+    plan, preset = command.make_plan(**options), command.make_plan(preset="demo")
+    assert str(out) == expected
+    assert plan.experiment.steps == steps
+    assert (plan.variants, plan.seeds) == (preset.variants, preset.seeds)
+    if not given:
+        assert plan == preset
