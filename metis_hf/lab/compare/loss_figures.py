@@ -65,7 +65,7 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
     figure, axes = figure_axes(2, 1, (8.5, 7.5), sharex=True, height_ratios=[3, 2.4])
     (top,), (bottom,) = axes
     by_name = curves(results)
-    styles = scheme_styles(list(by_name), CONTROL)
+    styles = scheme_styles(list(by_name))
     span = max(1, max(len(steps) for steps, _ in by_name.values()) // 20)
     losses = {
         name: (steps, [smooth(values, span) for values in series])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from metis_hf.lab.compare.statistics import Interval, Summary
 from metis_hf.lab.show.figure import CROWDED
@@ -30,68 +31,51 @@ def header(
         reference: the variant that the summaries were compared with.
         timed: show step times, which are no measurement of runs that shared a machine.
     """
-    tasks = list(summaries[0].tasks)
-    average = ["Avg"] if tasks else []
-    above = [f"Above {reference}, %"] if _has_reference(summaries) else []
-    dense = ["Gap dense, %"] if _has_dense(summaries) else []
-    gaps = ["Gap to control, %", *dense, *above]
-    extra = ["Extra multiply-adds, %"] if _has_extra(summaries) else []
-    times = ["s/step", "x control"] if timed else []
-    return ["Variant", "Loss", *gaps, *tasks, *average, *extra, *times, "MB"]
-
-
-def _has_reference(summaries: Sequence[Summary]) -> bool:
-    return any(summary.above_reference is not None for summary in summaries)
-
-
-def _has_dense(summaries: Sequence[Summary]) -> bool:
-    return any(summary.gap_dense is not None for summary in summaries)
-
-
-def _has_extra(summaries: Sequence[Summary]) -> bool:
-    return not all(math.isnan(summary.extra) for summary in summaries)
+    return [title for title, _ in _columns(summaries, reference, timed)]
 
 
 def rows(summaries: Sequence[Summary], *, timed: bool = True) -> list[list[str]]:
     """Return a row of plain cells for each variant; `timed` as in `header`."""
-    control = next((s for s in summaries if s.name == CONTROL), None)
-    shown = {
-        "dense": _has_dense(summaries),
-        "above": _has_reference(summaries),
-        "extra": _has_extra(summaries),
-        "timed": timed,
-    }
-    return [_row(summary, control, **shown) for summary in summaries]
+    columns = _columns(summaries, None, timed)
+    return [[cell(summary) for _, cell in columns] for summary in summaries]
 
 
-def _row(
-    summary: Summary,
-    control: Summary | None,
-    *,
-    dense: bool,
-    above: bool,
-    extra: bool,
-    timed: bool,
-) -> list[str]:
-    deviation = "" if math.isnan(summary.deviation) else f" ± {summary.deviation:.4f}"
-    tasks = [
-        f"{value:.4g}" if task in summary.not_shares else f"{100 * value:.1f}"
-        for task, value in summary.tasks.items()
+def _columns(
+    summaries: Sequence[Summary], reference: str | None, timed: bool
+) -> list[tuple[str, Callable[[Summary], str]]]:
+    """Return (title, function from a summary to its cell) of each column that has numbers."""
+    found: list[tuple[str, Callable[[Summary], str]]] = [
+        ("Variant", lambda s: s.name),
+        ("Loss", _loss),
+        ("Gap to control, %", lambda s: format_gap(s.gap)),
     ]
+    if any(s.gap_dense is not None for s in summaries):
+        found.append(("Gap dense, %", lambda s: format_gap(s.gap_dense)))
+    if any(s.above_reference is not None for s in summaries):
+        found.append((f"Above {reference}, %", lambda s: format_gap(s.above_reference)))
+    tasks = list(summaries[0].tasks)
+    found += [(task, partial(_score, task)) for task in tasks]
     if tasks:
-        tasks.append("" if math.isnan(summary.average) else f"{100 * summary.average:.1f}")
-    ratio = "" if control is None else f"{summary.seconds_per_step / control.seconds_per_step:.2f}"
-    return [
-        summary.name,
-        f"{summary.mean:.4f}{deviation}",
-        format_gap(summary.gap),
-        *([format_gap(summary.gap_dense)] if dense else []),
-        *([format_gap(summary.above_reference)] if above else []),
-        *tasks,
-        *([f"{summary.extra:.1f}"] if extra else []),
-        *([f"{summary.seconds_per_step:.3f}", ratio] if timed else []),
-        f"{summary.peak_memory / 1e6:.0f}",
-    ]
+        found.append(("Avg", lambda s: "" if math.isnan(s.average) else f"{100 * s.average:.1f}"))
+    if not all(math.isnan(s.extra) for s in summaries):
+        found.append(("Extra multiply-adds, %", lambda s: f"{s.extra:.1f}"))
+    if timed:
+        control = [s.seconds_per_step for s in summaries if s.name == CONTROL]
+        found += [
+            ("s/step", lambda s: f"{s.seconds_per_step:.3f}"),
+            ("x control", lambda s: f"{s.seconds_per_step / control[0]:.2f}" if control else ""),
+        ]
+    return [*found, ("MB", lambda s: f"{s.peak_memory / 1e6:.0f}")]
+
+
+def _loss(summary: Summary) -> str:
+    deviation = "" if math.isnan(summary.deviation) else f" ± {summary.deviation:.4f}"
+    return f"{summary.mean:.4f}{deviation}"
+
+
+def _score(task: str, summary: Summary) -> str:
+    value = summary.tasks[task]
+    return f"{value:.4g}" if task in summary.not_shares else f"{100 * value:.1f}"
 
 
 def format_gap(gap: Interval | None) -> str:

@@ -46,8 +46,8 @@ def write_outputs(
     *,
     jobs: int | None,
     console: Console,
-) -> list[Summary]:
-    """Write FILES into `out`, prints table and findings, and returns the summaries.
+) -> None:
+    """Write FILES into `out`, and print table and findings.
 
     Args:
         plan: what was compared.
@@ -93,7 +93,6 @@ def write_outputs(
         published.show(beside, summaries, console)
     names = ", ".join(name for name in FILES if (out / name).exists())
     console.print(f"Written to {out}/: {names}", soft_wrap=True)
-    return summaries
 
 
 def write_tables(
@@ -111,7 +110,7 @@ def write_tables(
         summaries: in the order of the table.
         results: of the runs, with their curves.
         out: the directory.
-        sentences: what stands under the table; the first describes the comparison.
+        sentences: under the table; the first describes the comparison.
         reference: as the plan's.
         timed: whether the tables show step times; the CSV does.
     """
@@ -125,7 +124,7 @@ def write_tables(
         (out / name).unlink(missing_ok=True)
     if any(summary.gap is not None for summary in summaries):
         # As in the curves, whatever order the table has.
-        styles = scheme_styles(list(dict.fromkeys(r.scheme for r in results)), CONTROL)
+        styles = scheme_styles([r.scheme for r in results])
         loss_figures.plot_gaps(summaries, results, styles, out / "gap.png")
         loss_figures.plot_costs(summaries, styles, out / "cost.png", sentences[0])
 
@@ -168,11 +167,7 @@ def different_machines(results: Sequence[SchemeResult]) -> list[str]:
         device = re.sub(r", \d+ threads$", "", result.machine["device"])
         return f"{device} in {result.machine['precision']}"
 
-    found = _of_mixed_seeds(results, place)
-    return [
-        f"Runs of different machines, whose times and gaps are not of schemes alone. {said}."
-        for said in found
-    ]
+    return _mixed("machines, whose times and gaps are not of schemes alone", results, place)
 
 
 def different_code(results: Sequence[SchemeResult]) -> list[str]:
@@ -184,20 +179,13 @@ def different_code(results: Sequence[SchemeResult]) -> list[str]:
         short = "+".join(each[:6] for each in str(result.code["sha256"]).split("+"))
         return " ".join(filter(None, (result.code.get("commit"), short)))
 
-    found = _of_mixed_seeds(results, code)
-    return [
-        f"Runs of different code or torch, whose gaps are not of schemes alone. {said}."
-        for said in found
-    ]
+    return _mixed("code or torch, whose gaps are not of schemes alone", results, code)
 
 
-def _of_mixed_seeds(
-    results: Sequence[SchemeResult], of: Callable[[SchemeResult], str | None]
+def _mixed(
+    what: str, results: Sequence[SchemeResult], of: Callable[[SchemeResult], str | None]
 ) -> list[str]:
-    """List the schemes by a property in which the runs of one seed differ, in one text.
-
-    A run is compared with runs of its own seed, so seeds may differ from each other.
-    """
+    """List the schemes by a property in which runs of one seed, which are compared, differ."""
     by_seed: dict[int, dict[str, set[str]]] = {}
     for result in results:
         if (value := of(result)) is not None:
@@ -207,7 +195,7 @@ def _of_mixed_seeds(
         for value, schemes in values.items() if len(values) > 1 else ():
             found.setdefault(value, set()).update(schemes)
     text = "; ".join(f"{value}: {', '.join(sorted(schemes))}" for value, schemes in found.items())
-    return [text] if text else []
+    return [f"Runs of different {what}. {text}."] if text else []
 
 
 def about_times(out: Path, times: Mapping[str, float]) -> list[str]:
@@ -223,24 +211,14 @@ def about_times(out: Path, times: Mapping[str, float]) -> list[str]:
 
 def _compact(result: SchemeResult) -> dict[str, Any]:
     """Return a run without what fills pages: curves rounded, health and raw results left out."""
-    return {
-        "scheme": result.scheme,
-        "seed": result.seed,
-        "config": result.config,
-        "precision_schedule": result.precision_schedule,
-        "loss": result.loss,
-        "loss_dense": result.loss_dense,
-        "tasks": result.tasks,
-        "seconds_per_step": result.seconds_per_step,
-        "peak_memory": result.peak_memory,
-        "parameters": result.parameters,
-        **({"machine": result.machine} if result.machine else {}),
-        **({"code": result.code} if result.code else {}),
-        "curve": {
-            "step": [int(entry["step"]) for entry in result.history],
-            "loss": [round(entry["loss"], 5) for entry in result.history],
-        },
+    left_out = {"summary", "evaluation", "history"}
+    left_out |= {name for name in ("machine", "code") if not getattr(result, name)}
+    curve = {
+        "step": [int(entry["step"]) for entry in result.history],
+        "loss": [round(entry["loss"], 5) for entry in result.history],
     }
+    values = asdict(result)
+    return {name: values[name] for name in values if name not in left_out} | {"curve": curve}
 
 
 def _terminal(summaries: Sequence[Summary], reference: str | None, *, timed: bool) -> RichTable:

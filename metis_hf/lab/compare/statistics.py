@@ -41,7 +41,7 @@ class Interval:
         return abs(self.mean) > self.half_width
 
 
-def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def t_interval(values: Sequence[float]) -> Interval:
     """Return Student's t interval of the mean of independent normal values."""
     from scipy.stats import t
 
@@ -51,7 +51,7 @@ def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Inter
     mean = statistics.fmean(values)
     if count == 1:
         return Interval(mean, math.nan, 1)
-    quantile = float(t.ppf((1 + confidence) / 2, count - 1))
+    quantile = float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
     return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(count), count)
 
 
@@ -112,7 +112,6 @@ class Summary:
 def summarize(
     results: Sequence[SchemeResult],
     reference: str | None = None,
-    control: str = CONTROL,
     extra: Mapping[str, float] | None = None,
 ) -> list[Summary]:
     """Return a summary of each variant, in the order of first appearance.
@@ -120,20 +119,19 @@ def summarize(
     Args:
         results: of all runs.
         reference: variant that the others are compared with, beside the control.
-        control: variant that all others are compared with.
         extra: variant -> `Summary.extra`.
     """
     by_name: dict[str, list[SchemeResult]] = {}
     for result in results:
         by_name.setdefault(result.scheme, []).append(result)
-    base = {result.seed: result.loss for result in by_name.get(control, [])}
+    base = {result.seed: result.loss for result in by_name.get(CONTROL, [])}
     other = {result.seed: result.loss for result in by_name.get(reference or "", [])}
     return [
         _summary(
             name,
             runs,
-            {} if name == control else base,
-            {} if name in (control, reference) else other,
+            {} if name == CONTROL else base,
+            {} if name in (CONTROL, reference) else other,
             (extra or {}).get(name, math.nan),
         )
         for name, runs in by_name.items()

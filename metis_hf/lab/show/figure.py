@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from metis_hf.schemes import CONTROL
+
 LineStyle: TypeAlias = str | tuple[int, tuple[int, ...]]  # a name, or (offset, lengths of dashes)
 # Okabe and Ito's palette, told apart by people with any colour vision; the control is black.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
@@ -67,10 +69,8 @@ def tidy(*axes: Any) -> None:
         axis.spines[["top", "right"]].set_visible(False)
 
 
-def shared_legend(
-    figure: Any, axes: Iterable[Any], place: str = "outside lower center", columns: int = 8
-) -> None:
-    """Draw one legend of all that the axes show; `place` as for `Figure.legend`."""
+def shared_legend(figure: Any, axes: Iterable[Any], columns: int = 8) -> None:
+    """Draw one legend of all that the axes show, below them."""
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels()):
@@ -78,7 +78,8 @@ def shared_legend(
     if found:
         widest = 0.085 * (max(map(len, found)) + 7)  # inches of an entry, with its line
         columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
-        figure.legend(found.values(), found, loc=place, ncols=columns, frameon=False, fontsize=9)
+        figure.legend(found.values(), found, loc="outside lower center", ncols=columns,
+                      frameon=False, fontsize=9)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,10 @@ def _all_styles() -> Iterator[Style]:
 
 
 _NAMES = [name for row in _FIXED for name in row]
-STYLES = {"bf16": Style("black")} | dict(zip(_NAMES, _all_styles()))
+STYLES = {CONTROL: Style("black")} | dict(zip(_NAMES, _all_styles()))
 
 
-def scheme_styles(
-    names: Sequence[str], control: str = "bf16", *, repeat: bool = False
-) -> dict[str, Style]:
+def scheme_styles(names: Sequence[str], *, repeat: bool = False) -> dict[str, Style]:
     """Return a style for each scheme or variant of a figure.
 
     The package's own schemes look the same in every figure, and the control is black. Other names
@@ -110,14 +109,13 @@ def scheme_styles(
 
     Args:
         names: in the order of the figure.
-        control: the name that is drawn in black.
         repeat: use styles a second time where there are more names than styles, as in a figure
             with a name beside each point.
 
     Raises:
         ValueError: more than 35 names beside the control, without `repeat`.
     """
-    others = [name for name in dict.fromkeys(names) if name != control]
+    others = [name for name in dict.fromkeys(names) if name != CONTROL]
     if len(others) > MOST_STYLES and not repeat:
         raise ValueError(
             f"{len(others)} schemes in one picture; only {MOST_STYLES} can be told apart. Compare "
@@ -129,7 +127,7 @@ def scheme_styles(
     left.sort(key=lambda style: (LINES.index(style.line), style.color in colors))
     free = itertools.cycle(left or _all_styles())
     found |= {name: next(free) for name in others if name not in found}
-    return {control: Style("black")} | {name: found[name] for name in others}
+    return {CONTROL: STYLES[CONTROL]} | {name: found[name] for name in others}
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 
 import pytest
 import scipy.stats
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from metis_hf import MetisConfig
 from metis_hf.lab.compare import loss_table, outputs
-from metis_hf.lab.compare.loss_figures import paired_gaps
+from metis_hf.lab.compare.loss_figures import curves, paired_gaps, plot_curves
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.sizes import SIZES
-from metis_hf.lab.compare.statistics import Interval, summarize, t_interval
+from metis_hf.lab.compare.statistics import summarize, t_interval
 from metis_hf.lab.show.figure import scheme_styles
 
 
@@ -38,19 +39,14 @@ class TestInterval:
         assert ours.mean - ours.half_width == pytest.approx(theirs.low, rel=1e-6, abs=1e-9)
         assert ours.mean + ours.half_width == pytest.approx(theirs.high, rel=1e-6, abs=1e-9)
 
-    def test_one_value_has_no_width(self):
+    def test_what_is_not_known(self):
+        """One value has no width; what is not finite is not averaged."""
         found = t_interval([2.0])
         assert found.mean == 2.0
         assert math.isnan(found.half_width)
         assert not found.excludes_zero
-
-    def test_not_finite_is_not_averaged(self):
         assert math.isnan(t_interval([1.0, math.nan]).mean)
         assert math.isnan(t_interval([1.0, math.inf]).mean)
-
-    def test_excludes_zero(self):
-        assert Interval(1.0, 0.9, 3).excludes_zero
-        assert not Interval(-1.0, 1.1, 3).excludes_zero
 
 
 class TestSummaries:
@@ -71,6 +67,11 @@ class TestSummaries:
         _, x = summarize(results)
         assert x.gap.count == 1
         assert x.gap.mean == pytest.approx(10.0)
+        summaries = summarize([*results[:1], *results[2:]])
+        assert summaries[1].gap is None
+        assert loss_table.rows(summaries)[1][2] == ""
+        found = loss_table.findings(summaries)
+        assert found == ["Variants have different seeds; gaps use those they share."]
 
     def test_the_gap_without_quantizers_is_to_the_controls_loss(self):
         runs = [("bf16", 2.0, 2.0), ("x", 2.2, 2.1), ("old", 2.4, None)]
@@ -85,9 +86,9 @@ class TestSummaries:
         assert "Gap dense, %" not in loss_table.header(older)
         assert all(len(row) == len(loss_table.header(older)) for row in loss_table.rows(older))
 
-    @pytest.mark.parametrize("name", ["metis", "mine"])
-    def test_what_is_above_the_reference_is_paired_too(self, name):
+    def test_what_is_above_the_reference_is_paired_too(self):
         """Schemes with the same mean gap differ by how surely they are above the reference."""
+        name = "mine"
         losses = {"bf16": (2.0, 3.0, 4.0), name: (2.1, 3.2, 4.1), "wild": (2.4, 3.1, 4.2)}
         losses["sure"] = tuple(1.02 * loss for loss in losses[name])
         by_name = {
@@ -119,12 +120,6 @@ class TestSummaries:
         assert "nan" in loss_table.rows(summaries)[1][1]
         assert any("x diverged with seed 1" in text for text in loss_table.findings(summaries))
         assert loss_table.best(summaries) == "bf16"
-
-    def test_tasks_average(self):
-        results = [result("bf16", s, 2.0, {"a": v, "b": 0.5}) for s, v in ((0, 0.2), (1, 0.4))]
-        (summary,) = summarize(results)
-        assert summary.tasks == pytest.approx({"a": 0.3, "b": 0.5})
-        assert summary.average == pytest.approx(0.4)
 
 
 class TestTable:
@@ -159,28 +154,23 @@ class TestTable:
         assert "\\textbf{2.0000 $\\pm$ 0.1000}" in loss_table.latex(summaries)
         assert "a\\_b" in loss_table.latex(summaries)
 
+    def test_csv_has_each_seed_in_full(self, summaries):
+        lines = loss_table.as_csv(summaries).splitlines()
+        assert lines[0].split(",")[3:6] == ["loss_seed_0", "loss_seed_1", "loss_seed_2"]
+        assert lines[1].split(",")[4] == "2.1"
+
     def test_findings_say_what_can_be_told(self, summaries):
         found = loss_table.findings(summaries)
         assert "Below the control, paired by seed: bf16-split." in found
         assert "Not told apart from the control, paired by seed: a_b." in found
         assert any("by itself lowers the loss" in text for text in found)
 
-    def test_csv_has_each_seed_in_full(self, summaries):
-        lines = loss_table.as_csv(summaries).splitlines()
-        assert lines[0].split(",")[3:6] == ["loss_seed_0", "loss_seed_1", "loss_seed_2"]
-        assert lines[1].split(",")[4] == "2.1"
 
-
-def test_gaps_over_time_are_paired():
-    results = [
-        result("bf16", 0, 1.0, curve=[4.0, 2.0]),
-        result("bf16", 1, 1.0, curve=[8.0, 4.0]),
-        result("x", 0, 1.0, curve=[4.4, 2.0]),
-        result("x", 1, 1.0, curve=[8.0, 4.4]),
-    ]
-    steps, gaps = paired_gaps(results, "x", 1)
-    assert steps == [1, 2]
-    assert [[round(v, 6) for v in row] for row in gaps] == [[10.0, 0.0], [0.0, 10.0]]
+def test_tasks_are_averaged_over_seeds_and_tasks():
+    results = [result("bf16", s, 2.0, {"a": v, "b": 0.5}) for s, v in ((0, 0.2), (1, 0.4))]
+    (summary,) = summarize(results)
+    assert summary.tasks == pytest.approx({"a": 0.3, "b": 0.5})
+    assert summary.average == pytest.approx(0.4)
 
 
 def test_a_task_that_counts_no_right_answers_is_shown_as_it_is():
@@ -196,61 +186,46 @@ def test_a_task_that_counts_no_right_answers_is_shown_as_it_is():
     assert loss_table.rows(summarize(runs))[0][3:5] == ["1.75", ""]
 
 
-def test_variants_without_a_seed_in_common_have_no_gap():
-    summaries = summarize([result("bf16", 0, 2.0), result("x", 1, 2.1)])
-    assert summaries[1].gap is None
-    assert loss_table.rows(summaries)[1][2] == ""
-    found = loss_table.findings(summaries)
-    assert found == ["Variants have different seeds; gaps use those they share."]
+def on(name, seed=0, device="CPU", digest="a", commit=None):
+    machine = {"device": device, "precision": "fp32"}
+    code = {"sha256": digest, "commit": commit}
+    return dataclasses.replace(result(name, seed, 2.0), machine=machine, code=code)
 
 
 def test_runs_of_different_machines_are_told_apart():
-    place = {"device": "x86_64 CPU", "precision": "bf16"}
-    runs = [dataclasses.replace(result(n, 0, 2.0), machine=place) for n in ("bf16", "metis")]
-    assert outputs.different_machines([*runs, result("older", 0, 2.0)]) == []
-    runs[1] = dataclasses.replace(runs[1], machine={"device": "NVIDIA H200", "precision": "bf16"})
-    (sentence,) = outputs.different_machines(runs)
-    assert sentence.endswith("x86_64 CPU in bf16: bf16; NVIDIA H200 in bf16: metis.")
-    threads = [
-        dataclasses.replace(runs[0], machine={"device": f"CPU, {n} threads", "precision": "bf16"})
-        for n in (1, 2)
-    ]
+    runs = [on("bf16"), on("metis"), result("older", 0, 2.0)]
+    assert outputs.different_machines(runs) == []
+    threads = [on(f"{n}", device=f"CPU, {n} threads") for n in (1, 2)]
     assert outputs.different_machines(threads) == []
+    runs[1] = on("metis", device="NVIDIA H200")
+    (sentence,) = outputs.different_machines(runs)
+    assert sentence.endswith("CPU in fp32: bf16; NVIDIA H200 in fp32: metis.")
+
+
+def test_runs_of_different_code_are_told_apart():
+    """Schemes are added to a directory later, when the package may be another one."""
+    older = result("older", 0, 2.0)
+    assert outputs.different_code([on("bf16"), on("metis"), older]) == []
+    both = f"{'a' * 9}+{'b' * 9}"
+    runs = [on("bf16", 0, "", "a" * 9, "f0c8b0c"), on("metis", 0, "", both, "f0c8b0c"), older]
+    (said,) = outputs.different_code(runs)
+    assert said.endswith("alone. f0c8b0c aaaaaa: bf16; f0c8b0c aaaaaa+bbbbbb: metis.")
 
 
 @pytest.mark.parametrize("differ", [outputs.different_machines, outputs.different_code])
 def test_what_trained_another_seed_does_not_matter(differ):
     """Gaps are paired by seed."""
-
-    def on(name, seed, place):
-        machine, code = {"device": place, "precision": "fp32"}, {"sha256": place}
-        return dataclasses.replace(result(name, seed, 2.0), machine=machine, code=code)
-
-    runs = [on("bf16", 0, "a"), on("x", 0, "a"), on("bf16", 1, "b"), on("x", 1, "b")]
+    runs = [on("bf16", 0, *"aa"), on("x", 0, *"aa"), on("bf16", 1, *"bb"), on("x", 1, *"bb")]
     assert differ(runs) == []
-    (said,) = differ([*runs, on("bf16", 2, "c"), on("y", 2, "d")])
+    (said,) = differ([*runs, on("bf16", 2, *"cc"), on("y", 2, *"dd")])
     assert "bf16" in said
     assert "y" in said
     assert "x" not in said.partition("alone. ")[2]
 
 
-def test_runs_of_different_code_are_told_apart():
-    """Schemes are added to a directory later, when the package may be another one."""
-
-    def of(name, digest, commit=None):
-        return dataclasses.replace(result(name, 0, 2.0), code={"sha256": digest, "commit": commit})
-
-    older = result("older", 0, 2.0)
-    assert outputs.different_code([of("bf16", "a"), of("metis", "a"), older]) == []
-    runs = [of("bf16", "a" * 9, "f0c8b0c"), of("metis", f"{'a' * 9}+{'b' * 9}", "f0c8b0c"), older]
-    (said,) = outputs.different_code(runs)
-    assert said.endswith("alone. f0c8b0c aaaaaa: bf16; f0c8b0c aaaaaa+bbbbbb: metis.")
-
-
-@pytest.mark.parametrize("lost", [math.inf, math.nan])
-def test_a_control_that_diverged_leaves_no_gap(lost):
+def test_a_control_that_diverged_leaves_no_gap():
     """A finite loss over an infinite one would be 100 % below it."""
-    runs = [result("bf16", 0, 3.0), result("bf16", 1, lost)]
+    runs = [result("bf16", 0, 3.0), result("bf16", 1, math.inf)]
     runs += [result("x", seed, 3.1) for seed in (0, 1)]
     control, other = summarize(runs)
     assert control.diverged == (1,)
@@ -313,7 +288,7 @@ def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     runs = [result(name, 0, 2.0 + n / 9, curve=[3.0, 2.5]) for n, name in enumerate(names)]
     summaries = loss_table.ordered(summarize(runs[:1] + runs[:0:-1]))
     outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None, timed=True)
-    assert seen == [scheme_styles(names, "bf16")] * 2
+    assert seen == [scheme_styles(names)] * 2
     monkeypatch.undo()
     outputs.write_tables(summaries, runs, tmp_path, ["title"], None, timed=True)
     assert not (tmp_path / "cost.png").exists()  # no multiply-adds were counted
@@ -322,3 +297,29 @@ def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     # Names are no formulas.
     outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None, timed=True)
     assert (tmp_path / "cost.png").stat().st_size > 10_000
+
+
+def test_losses_are_compared_step_by_step():
+    """The control's result is of a version that did not log measured steps, such as the first."""
+
+    def run(scheme, seed, losses):
+        history = [{"step": step, "loss": loss} for step, loss in losses.items()]
+        return dataclasses.replace(result(scheme, seed, 1.0), history=history)
+
+    results = [
+        run("bf16", 0, {10: 2.0, 20: 1.0}),
+        run("metis", 0, {1: 8.0, 10: 2.2, 20: 1.1}),
+        run("bf16", 1, {10: 2.0, 20: 1.0}),
+        run("metis", 1, {10: 2.0, 20: 1.0}),
+    ]
+    steps, gaps = paired_gaps(results, "metis", 1)
+    assert steps == [10, 20]
+    assert gaps == [pytest.approx([10, 10]), [0, 0]]
+    assert curves(results)["metis"] == ([10, 20], [[2.2, 1.1], [2.0, 1.0]])
+    assert paired_gaps(results[1:2], "metis", 1) == ([], [])
+
+
+def test_a_curve_of_one_step_is_drawn_without_a_warning(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_curves([result("bf16", 0, 2.0, curve=[2.0])], tmp_path / "loss.png", "title")

@@ -25,6 +25,8 @@ from metis_hf.lab.show.figure import (
     scatter_figure,
     scheme_styles,
     shared_legend,
+    smooth,
+    spread,
 )
 
 
@@ -49,29 +51,28 @@ class TestStyles:
         assert styles["scheme 35"] == styles["scheme 0"] != styles["scheme 1"]
 
 
-class TestNames:
+def test_moving_averages_and_places_of_labels():
+    assert smooth([1.0, 2.0, 6.0, 7.0], 3) == [1.5, 3.0, 5.0, 6.5]  # shorter at the ends
+    assert smooth([1.0, 5.0], 1) == [1.0, 5.0]
+    assert spread([2.0, 1.95, 5.0], 0.5) == [2.45, 1.95, 5.0]
+    assert spread([], 1.0) == []
+
+
+def test_names_stay_within_the_edges_and_cover_no_other():
     """Thirteen named points of nearly one place at the left of a plot, as drawn."""
-
-    @pytest.fixture
-    def names(self):
-        figure, ((axis,),) = figure_axes(1, 1, (9.5, 6.0))
-        points = [(0.2 * (i % 3), 1.0 + 0.03 * i, f"a scheme with a name {i}") for i in range(13)]
-        axis.plot([0.0, 60.0], [0.0, 5.0])
-        figure.draw_without_rendering()
-        name_points(axis, points)
-        figure.draw_without_rendering()
-        return axis, [Text.get_window_extent(text) for text in axis.texts]  # without the lines
-
-    def test_stay_within_the_left_and_the_lower_edge(self, names):
-        axis, boxes = names
-        edge = axis.get_window_extent()
-        assert len(boxes) == 13
-        assert min(box.x0 for box in boxes) >= edge.x0
-        assert min(box.y0 for box in boxes) >= edge.y0
-
-    def test_cover_no_other_name(self, names):
-        for a, b in itertools.combinations(names[1], 2):
-            assert not a.overlaps(b)
+    figure, ((axis,),) = figure_axes(1, 1, (9.5, 6.0))
+    points = [(0.2 * (i % 3), 1.0 + 0.03 * i, f"a scheme with a name {i}") for i in range(13)]
+    axis.plot([0.0, 60.0], [0.0, 5.0])
+    figure.draw_without_rendering()
+    name_points(axis, points)
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axis.texts]  # without the lines
+    edge = axis.get_window_extent()
+    assert len(boxes) == 13
+    assert min(box.x0 for box in boxes) >= edge.x0
+    assert min(box.y0 for box in boxes) >= edge.y0
+    for a, b in itertools.combinations(boxes, 2):
+        assert not a.overlaps(b)
 
 
 def test_one_far_point_leaves_room_for_the_others():
