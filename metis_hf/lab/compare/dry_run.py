@@ -19,7 +19,6 @@ from metis_hf.lab.rank_memory import Workload
 from metis_hf.lab.show.table import terminal_table
 from metis_hf.lab.training_plan import step_flops
 from metis_hf.layers.experts import has_fused_experts
-from metis_hf.schemes import CONTROL
 from metis_hf.shared.numbers import si
 
 
@@ -81,12 +80,8 @@ def rows(
             flops = [si(total, "FLOP"), f"{100 * added / total:.1f}"]
         theirs: list[str] = []
         if beside is not None and beside.losses:
-            name = beside.names.get(variant.name)
-            theirs = [""] * (2 + beside.exact)
-            if name is not None:
-                loss = [f"{beside.losses[name]:.4f}"] if beside.exact else []
-                gap = "" if variant.name == CONTROL else f"{beside.gap(name):+.2f}"
-                theirs = [published.grid()["schemes"][name], *loss, gap]
+            label, loss, gap = beside.cells(beside.names.get(variant.name))
+            theirs = [label, *loss, gap]
         cells.append([variant.name, *flops, *theirs])
     return cells
 

@@ -23,7 +23,6 @@ from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.compare.statistics import Summary
 from metis_hf.lab.cost import meta_model
 from metis_hf.lab.show.table import markdown_table, terminal_table
-from metis_hf.schemes import CONTROL
 
 SIZE, MODEL = "quartet2-30m", "30m"  # of ours, and what the grid calls it
 # Which published run a scheme stands beside. Ours of Quartet II has 4/6 in its forward pass.
@@ -39,38 +38,14 @@ NAMES = {
 _NEAR = 1.1  # tokens per parameter that count as the same, as a ratio
 # Of TrainingArguments: what decides no loss.
 _FREE = {"max_steps", "logging_steps", "save_steps", "save_total_limit", "dataloader_num_workers"}
-DIFFERENCES = (
-    "One run of each is published (seed 0). Nearly equal algorithms differ there by up to 0.0024 "
-    "nats (0.07 %), so a smaller difference of gaps says nothing.",
-    "Text: there C4 in tokens of Llama-2's tokenizer with a BOS before each document; here what "
-    "--data holds, with an end-of-text token after each. Losses of another tokenizer or text are "
-    "not comparable; gaps in percent roughly are.",
-    "There query, key and value are one matrix, and gate and up: one tensor scale each. Here each "
-    "of the five has its own.",
-    "There rotary embeddings turn neighbouring pairs of a head, here its halves: rows of query and "
-    "key in another order, so other 16 x 16 tiles.",
-    "Held-out text: there 0.05 % of C4, here the held-out part of --data.",
-)
-OF_SCHEMES = {
-    "nvidia": "nvidia: there gradients are scaled to 16/17 of the largest code, so that no element "
-    "is cut off, and the signs of the rotation are drawn in each call; here scales are rounded to "
-    "nearest and can cut off, as TransformerEngine has it, and the signs are fixed.",
-    "nvidia-unbiased": "nvidia-unbiased: there the signs of the rotation are drawn in each call; "
-    "here they are fixed.",
-    "four-over-six-unbiased": "four-over-six-unbiased: as nvidia-unbiased.",
-    "four-over-six": "four-over-six: as nvidia; and there wgrad's input is without 4/6, which it "
-    "has here.",
-    "tetrajet2": "tetrajet2: there rotations of 32 with signs of each call, the 16/17 rule, and no "
-    "OsciReset; here rotations with fixed signs, scales to nearest, and OsciReset runs.",
-    "quartet2": "quartet2: there one correction factor for each 128 values, here for each 16; here "
-    "the signs of dgrad's rotation are the same in all micro-batches of a step.",
-    "metis": "metis: nobody has published it on this grid.",
-}
 
 
 @cache
 def grid() -> dict[str, Any]:
-    """Return `quartet2_grid.json`: source, units, schemes, and tokens and losses of each model."""
+    """Return `quartet2_grid.json`: source, units, schemes, and tokens and losses of each model.
+
+    Also what differs between those runs and any of ours, and ours of some schemes.
+    """
     name = "quartet2_grid.json"
     text = (files("metis_hf.lab.compare") / name).read_text(encoding="utf-8")
     return json.loads(text)
@@ -102,6 +77,13 @@ class Beside:
     def gap(self, name: str) -> float:
         """Return the published gap to BF16, percent of its loss."""
         return 100 * (self.losses[name] / self.losses["bf16"] - 1)
+
+    def cells(self, name: str | None) -> tuple[str, list[str], str]:
+        """Return the cells of a published run: label, loss where it is comparable, gap."""
+        if name is None:
+            return "", [""] * self.exact, ""
+        gap = "" if name == "bf16" else f"{self.gap(name):+.2f}"
+        return grid()["schemes"][name], [f"{self.losses[name]:.4f}"] * self.exact, gap
 
 
 def match(plan: ComparisonPlan) -> Beside | None:
@@ -177,22 +159,17 @@ def rows(beside: Beside, summaries: Sequence[Summary]) -> list[list[str]]:
     cells = []
     for summary in summaries:
         name = beside.names.get(summary.name)
+        label, loss, gap = beside.cells(name)
         mean = math.nan if summary.gap is None else summary.gap.mean
         ours = "" if summary.gap is None else f"{mean:+.2f}"
-        loss = [f"{summary.mean:.4f}"]
-        if beside.exact:
-            loss.append("" if name is None else f"{beside.losses[name]:.4f}")
-        theirs = difference = ""
-        if name is not None and summary.name != CONTROL:
-            theirs = f"{beside.gap(name):+.2f}"
-            difference = "" if math.isnan(mean) else f"{mean - beside.gap(name):+.2f}"
-        label = "" if name is None else grid()["schemes"][name]
-        cells.append([summary.name, label, *loss, ours, theirs, difference])
+        difference = ""
+        if name is not None and gap and not math.isnan(mean):
+            difference = f"{mean - beside.gap(name):+.2f}"
+        cells.append([summary.name, label, f"{summary.mean:.4f}", *loss, ours, gap, difference])
     for name in beside.losses:
         if name not in beside.names.values():
-            loss = ["", f"{beside.losses[name]:.4f}"] if beside.exact else [""]
-            theirs = "" if name == "bf16" else f"{beside.gap(name):+.2f}"
-            cells.append(["", grid()["schemes"][name], *loss, "", theirs, ""])
+            label, loss, gap = beside.cells(name)
+            cells.append(["", label, "", *loss, "", gap, ""])
     return cells
 
 
@@ -222,7 +199,7 @@ def _nearest(value: float, values: Sequence[float]) -> int | None:
 
 
 def _differences(plan: ComparisonPlan) -> tuple[str, ...]:
-    size, found = SIZES[SIZE], list(DIFFERENCES)
+    size, found = SIZES[SIZE], list(grid()["differences"])
     given = plan.experiment.training
     changed = {
         key: value
@@ -235,4 +212,5 @@ def _differences(plan: ComparisonPlan) -> tuple[str, ...]:
         shown = ", ".join(f"{key}={value}" for key, value in changed.items())
         found.insert(0, f"Trained otherwise than there: {shown}.")
     schemes = {variant.config["scheme"] for variant in plan.variants}
-    return (*found, *(text for name, text in OF_SCHEMES.items() if name in schemes))
+    own = grid()["differences of schemes"].items()
+    return (*found, *(f"{name}: {text}" for name, text in own if name in schemes))

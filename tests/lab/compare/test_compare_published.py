@@ -10,14 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import transformers
-import yaml
+from data.chunks import write_chunked
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from lab.compare.comparing import run
+from lab.compare.comparing import run, write_config
 from metis_hf.cli.main import main
-from metis_hf.data.chunked import write_shards
 from metis_hf.lab.compare import dry_run, published
 from metis_hf.lab.compare.plan import make_plan
 from metis_hf.lab.compare.results import SchemeResult
@@ -45,14 +44,8 @@ def data(tmp_path_factory):
     """Chunked tokens without a pattern, and as many held-out ones."""
     folder = tmp_path_factory.mktemp("given") / "data"
     for place, seed in ((folder, 0), (folder / "validation", 1)):
-        place.mkdir()
         tokens = np.random.default_rng(seed).integers(0, VOCAB, TOKENS, np.int32)
-        count = write_shards(place, lambda _, held=tokens: held, [TOKENS], LENGTH, 512, str)
-        meta = {
-            "tokenizer": "words", "seq_len": LENGTH, "num_sequences": count, "num_tokens": TOKENS,
-            "vocab_size": VOCAB, "eos_token_id": 0,
-        }  # fmt: skip
-        (place / "meta.json").write_text(json.dumps(meta))
+        write_chunked(place, [tokens], LENGTH, VOCAB)
     words = WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -91,26 +84,24 @@ class TestPlan:
         assert published.body_parameters(config) == 6 * per_layer + 640 == 30_482_560
         assert plan.experiment.one_cycle is not None
 
-    def test_seeds_and_size_can_be_others(self):
+    def test_what_is_asked_for_wins(self):
         assert plan_of(seeds=[0, 1]).seeds == (0, 1)
         tiny = plan_of(size="tiny")
         assert (tiny.size, tiny.seeds) == ("tiny", (0,))
         assert tiny.experiment.one_cycle is None
         assert published.match(tiny) is None
-
-    def test_a_schedule_that_is_asked_for_is_taken(self):
-        plan = plan_of(training={"lr_scheduler_type": "linear"})
-        assert plan.experiment.one_cycle is None
-        assert not plan.experiment.decay_embeddings
+        linear = plan_of(training={"lr_scheduler_type": "linear"})
+        assert linear.experiment.one_cycle is None
+        assert not linear.experiment.decay_embeddings
+        assert "one_cycle" not in linear.settings()["experiment"]
 
     def test_a_run_needs_data(self):
         with pytest.raises(ValueError, match="size quartet2-30m needs data: give --data DIR"):
             make_plan(preset=PRESET)
 
-    @pytest.mark.parametrize("size", [None, "130m", "1b1", "8b"])
-    def test_directories_of_other_sizes_are_as_before(self, size):
+    def test_directories_of_other_sizes_are_as_before(self):
         """A directory is refused where any key of its settings is another."""
-        settings = make_plan(size=size, needs_data=False).settings()
+        settings = make_plan().settings()
         assert settings.keys() == {
             "experiment", "size", "global_batch", "eval_sequences", "data", "validation", "tasks",
             "tasks_dir",
@@ -123,8 +114,6 @@ class TestPlan:
         held = plan_of().settings()["experiment"]
         beyond = SIZES[PRESET].beyond
         assert {name: held[name] for name in beyond} == beyond
-        linear = plan_of(training={"lr_scheduler_type": "linear"}).settings()["experiment"]
-        assert "one_cycle" not in linear
 
 
 class TestBeside:
@@ -155,7 +144,7 @@ class TestBeside:
             ["", "Quartet II", "", "3.4671", "", "+1.30", ""]
         ]
 
-    @pytest.mark.parametrize(("each", "place"), [(24.6, 0), (26.5, 0), (46, 1), (98.4, 2)])
+    @pytest.mark.parametrize(("each", "place"), [(26.5, 0), (46, 1)])
     def test_a_scaled_model_has_the_gaps_of_its_tokens_per_parameter(self, each, place):
         beside = published.match(scaled(each))
         grid = published.grid()["models"]["30m"]
@@ -171,7 +160,7 @@ class TestBeside:
         assert "Published loss" not in published.header(beside)
         assert "losses are not comparable" in published.describe(beside)
 
-    @pytest.mark.parametrize("each", [5, 35, 2000])
+    @pytest.mark.parametrize("each", [5, 35])
     def test_nothing_at_other_tokens_per_parameter(self, each):
         beside = published.match(scaled(each))
         assert (beside.published_tokens, beside.losses, beside.names) == (None, {}, {})
@@ -180,13 +169,13 @@ class TestBeside:
         assert "there are runs of 25, 49, 98, 197, 394, 787" in text
         assert "|" not in text
 
-    @pytest.mark.parametrize(
-        "changes", [{"global_batch": 256}, {"sequence_length": 256}, {"model": {"vocab_size": 400}}]
-    )
-    def test_another_experiment_is_not_exact(self, changes):
-        beside = published.match(plan_of(**changes))
-        assert not beside.exact
-        assert beside.losses
+    def test_another_experiment_is_not_exact(self):
+        for name, value in (
+            ("global_batch", 256), ("sequence_length", 256), ("model", {"vocab_size": 400}),
+        ):  # fmt: skip
+            beside = published.match(plan_of(**{name: value}))
+            assert not beside.exact, name
+            assert beside.losses
 
     def test_only_schemes_as_they_are_stand_beside_published_ones(self):
         variants = {
@@ -197,25 +186,21 @@ class TestBeside:
         plan = replace(plan_of(), variants=make_plan(variants=variants).variants)
         assert published.match(plan).names == {"same": "nvidia"}
 
-    def test_two_schemes_beside_one_published_run(self):
-        plan = plan_of(schemes=CLIPPING)
-        beside = published.match(plan)
-        assert beside.names["nvidia-unbiased"] == beside.names["nvidia"] == "nvidia"
-        assert beside.names["four-over-six-unbiased"] == beside.names["four-over-six"]
-        cells = published.rows(beside, summaries_of({"bf16": 4.0, "nvidia": 4.08}))
-        assert cells[1][-2] == "+1.60"
-
     def test_differences_name_what_was_trained_otherwise(self):
         training = {"learning_rate": 1e-3, "per_device_train_batch_size": 64, "logging_steps": 1}
         beside = published.match(plan_of(training=training, schemes=["mxfp4", *CLIPPING]))
         assert beside.differences[0] == (
             "Trained otherwise than there: per_device_train_batch_size=64, learning_rate=0.001."
         )
+        assert beside.names["nvidia-unbiased"] == beside.names["nvidia"] == "nvidia"
+        assert beside.names["four-over-six-unbiased"] == beside.names["four-over-six"]
         text = " ".join(beside.differences)
-        for scheme in published.OF_SCHEMES:
+        grid = published.grid()
+        for scheme in grid["differences of schemes"]:
             assert f"{scheme}: " in text
         few = published.match(plan_of(preset=None, size=PRESET, schemes=["bf16", "nvidia"]))
-        assert few.differences == (*published.DIFFERENCES, published.OF_SCHEMES["nvidia"])
+        assert few.differences[:-1] == tuple(grid["differences"])
+        assert few.differences[-1].startswith("nvidia: there gradients are scaled to 16/17")
 
 
 class TestDryRun:
@@ -268,11 +253,8 @@ class TestDryRun:
         assert f"Data: {data}, {TOKENS:,} tokens: a run reads them 48.8 times" in text
         assert "the FLOPs are those without a switch" in text
         assert "ublished" not in text
-
-    def test_data_that_are_not_there(self, tmp_path):
-        """A run refuses them; its costs can be asked for where they are not."""
-        plan = make_plan(schemes=["bf16"], data=str(tmp_path / "typo"))
-        console = Console(width=200, record=True, file=io.StringIO())
+        # A run refuses data that are not there; its costs can be asked for.
+        plan = make_plan(schemes=["bf16"], data=str(data / "typo"))
         dry_run.show_plan(plan, console)
         assert "typo, which is no directory on this machine" in console.export_text()
 
@@ -281,27 +263,23 @@ class TestDryRun:
 def test_a_scaled_comparison_on_the_command_line(data, tmp_path):
     """Two schemes at the published tokens per parameter: published.md has both numbers."""
     parameters = 4 * 16**2 + 3 * 16 * 32 + 3 * 16
-    config = {
-        "size": PRESET,
-        "schemes": ["bf16", "nvidia"],
-        "seeds": [0],
-        "model": {
-            "vocab_size": VOCAB,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
+    config = write_config(
+        tmp_path,
+        size=PRESET,
+        schemes=["bf16", "nvidia"],
+        seeds=[0],
+        model={
+            "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32,
+            "num_hidden_layers": 1, "num_attention_heads": 1,
         },
-        "sequence_length": LENGTH,
-        "global_batch": 84,
-        "tokens": 24.6 * parameters,  # 12 steps
-        "eval_sequences": 16,
-        "training": {"per_device_train_batch_size": 42, "logging_steps": 1},
-        "data": str(data),
-    }
-    (tmp_path / "compare.yaml").write_text(yaml.safe_dump(config))
+        sequence_length=LENGTH,
+        global_batch=84,
+        tokens=24.6 * parameters,  # 12 steps
+        training={"per_device_train_batch_size": 42, "logging_steps": 1},
+        data=str(data),
+    )  # fmt: skip
     out = tmp_path / "out"
-    done = run("--config", tmp_path / "compare.yaml", "--out", out)
+    done = run("--config", config, "--out", out)
     assert done.returncode == 0, done.stderr
     record = json.loads((out / "compare.json").read_text())
     assert [r["curve"]["step"][-1] for r in record["runs"]] == [12, 12]
