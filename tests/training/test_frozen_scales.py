@@ -18,7 +18,7 @@ from metis_hf import (
     metis_layers,
 )
 from training.test_calibration import converted, ids
-from training.trainer_tools import trainer
+from training.trainer_tools import EachStep, trainer
 
 
 class TestTraining:
@@ -57,17 +57,16 @@ class TestTraining:
     def test_frozen_after_some_steps(self, tmp_path):
         model = converted()
         callback = MetisCallback(health_interval=0, freeze_scales=2)
-        seen = []
 
-        class Watch(transformers.TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                layer = dict(metis_layers(model))["model.layers.0.mlp.gate_proj"]
-                other = dict(metis_layers(model))["model.layers.0.mlp.up_proj"]
-                both = layer.weight.abs().max(), other.weight.abs().max()
-                seen.append((layer.scales_frozen.item(), layer.input_amax.item(),
-                             layer.weight_amax.item(), max(both).item()))  # fmt: skip
+        def look(model):
+            layer, other = model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj
+            both = layer.weight.abs().max(), other.weight.abs().max()
+            figures = layer.scales_frozen, layer.input_amax, layer.weight_amax, max(both)
+            return [figure.item() for figure in figures]
 
-        self.train(tmp_path, model, callback, Watch())
+        watch = EachStep(look)
+        self.train(tmp_path, model, callback, watch)
+        seen = watch.seen
         assert [frozen for frozen, *_ in seen] == [0, 1, 1, 1]
         assert seen[0][1] <= seen[1][1] == seen[2][1] == seen[3][1]
         assert seen[1][2] == seen[1][3]  # the larger of the two weights at that step
@@ -100,15 +99,12 @@ class TestTraining:
         return model
 
     def test_a_layer_without_tokens_is_waited_for(self, tmp_path, caplog):
-        model, frozen = self.skipping(2), []
-
-        class Watch(transformers.TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                frozen.append({layer.scales_frozen.item() for _, layer in metis_layers(model)})
-
+        frozen = EachStep(
+            lambda model: {one.scales_frozen.item() for _, one in metis_layers(model)}
+        )
         callback = MetisCallback(health_interval=0, freeze_scales=1)
-        self.train(tmp_path, model, callback, Watch())
-        assert frozen == [{0}, {0}, {1}, {1}]
+        self.train(tmp_path, self.skipping(2), callback, frozen)
+        assert frozen.seen == [{0}, {0}, {1}, {1}]
         assert caplog.text.count("freeze_scales=1 waits") == 1
         assert "model.layers.1.mlp.gate_proj" in caplog.text
         assert "not fixed" not in caplog.text

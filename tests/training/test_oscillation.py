@@ -84,12 +84,6 @@ class TestOscillation:
         assert not any(self.run(layer, 8, first=16, max_steps=40))
         assert any(self.run(layer, 8, first=24, max_steps=40))
 
-    def test_other_schemes_are_left_alone(self):
-        _, layer = layer_of("nvfp4")
-        before = layer.weight.detach().clone()
-        assert suppress(nn.Sequential(layer), 50, 100) == {}
-        assert torch.equal(layer.weight, before)
-
     def test_a_split_weight_is_left_alone(self, monkeypatch):
         """No element of w_hat is the quantized residual's: there is no bin to be put into."""
         watched_layer(monkeypatch, window=1, threshold=0.0)

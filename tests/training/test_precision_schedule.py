@@ -12,7 +12,7 @@ from conftest import llama
 from peft import LoraConfig, get_peft_model
 
 from metis_hf import MetisTrainer, PrecisionSchedule, metis_layers, set_precision
-from training.trainer_tools import converted, lines, losses, states_equal, trainer
+from training.trainer_tools import EachStep, converted, lines, losses, states_equal, trainer
 
 BOTH = ("forward", "backward")
 
@@ -131,25 +131,20 @@ def test_a_best_checkpoint_without_a_config(cls, tmp_path, monkeypatch):
     best_of(tmp_path, converted("nvidia"), cls=cls)
 
 
-class Spy(transformers.TrainerCallback):
-    """Notes the passes that were in high precision, step by step."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.seen.append(next(metis_layers(model))[1].config.high_precision)
+def passes_of_steps():
+    """A callback that notes which passes were in high precision."""
+    return EachStep(lambda model: next(metis_layers(model))[1].config.high_precision)
 
 
 def test_a_pass_that_the_schedule_does_not_name_stays(tmp_path):
-    model, spy = converted("nvidia", high_precision=("backward",)), Spy()
+    model, spy = converted("nvidia", high_precision=("backward",)), passes_of_steps()
     trainer(tmp_path, model, [PrecisionSchedule(at=2), spy]).train()
     assert spy.seen == [("backward",)] * 2 + [("forward", "backward")] * 2
 
 
 def test_high_precision_in_the_middle(tmp_path):
     """Only the passes of those steps change, and a run resumed inside the part goes on in it."""
-    spy = Spy()
+    spy = passes_of_steps()
 
     def run(**changes):
         callbacks = [PrecisionSchedule(between=(1, 3)), spy]

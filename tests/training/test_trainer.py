@@ -8,19 +8,14 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import VOCAB, llama
 from design import cases, named
 from layers.layer_tools import FP4_SCHEMES, layer_of, of_each_kind
 from schemes.test_stateful_schemes import OURS as STATEFUL
-from texts import documents
 
 from metis_hf import (
     MetisCallback,
-    MetisConfig,
     MetisTrainer,
-    MetisTrainerMixin,
     PrecisionSchedule,
-    get_metis_model,
     metis_layers,
 )
 from metis_hf.training.callback import HEALTH_FILE
@@ -283,37 +278,3 @@ def test_load_best_model_at_end(tmp_path):
     folder = tmp_path / f"checkpoint-{best}"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert states_equal(loaded, made.model)
-
-
-@pytest.mark.slow
-def test_sft_trainer(tmp_path):
-    """The mixin over a subclass of Trainer with a constructor of its own."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
-    from metis_hf.data.corpus import train_tokenizer
-
-    class SFT(MetisTrainerMixin, trl.SFTTrainer):
-        """MetisTrainer for supervised fine-tuning."""
-
-    tokenizer = train_tokenizer(documents()[:5], vocab_size=VOCAB + 64)
-    import datasets
-
-    torch.manual_seed(0)
-    model = llama()
-    model.resize_token_embeddings(len(tokenizer))
-    model = get_metis_model(model, MetisConfig(split_weight=True))
-    made = SFT(
-        model,
-        trl.SFTConfig(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=2, logging_steps=1,
-            use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, max_length=32,
-            weight_decay=0.1,
-        ),
-        train_dataset=datasets.Dataset.from_dict({"text": ["def f(x): return x + 1"] * 8}),
-        processing_class=tokenizer,
-    )  # fmt: skip
-    made.remove_callback(transformers.PrinterCallback)
-    made.train()
-    assert len(losses(made)) == 2
-    assert "metis/weight/q_proj/stable_rank" in records(made)[0]
-    names = made.get_decay_parameter_names(made.model)
-    assert not any(name.endswith((".u", ".vh")) for name in names)

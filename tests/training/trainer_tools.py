@@ -62,6 +62,16 @@ def trainer(directory, model, callbacks=(), cls=transformers.Trainer, optimizer=
     return made
 
 
+class EachStep(transformers.TrainerCallback):
+    """Notes what a function of a model gives at the end of each step."""
+
+    def __init__(self, look):
+        self.look, self.seen = look, []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.seen.append(self.look(model))
+
+
 def records(made):
     return [entry for entry in made.state.log_history if "loss" in entry]
 
