@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -44,6 +45,16 @@ def checkpoint(path: Path, build=llama, tokenizer: bool = False, **config) -> Pa
     if tokenizer:
         train_tokenizer(documents()[:3], vocab_size=VOCAB + 1).save_pretrained(path)
     return path
+
+
+def recorded_rows(out: Path) -> dict:
+    """The rows of an export's record by kind of layer; JSON has no NaN and no infinity."""
+
+    def fail(constant):
+        raise AssertionError(constant)
+
+    record = json.loads((out / "metis_export.json").read_text(), parse_constant=fail)
+    return {row["kind"]: row for row in record["rows"]}
 
 
 def relative(found, expected):

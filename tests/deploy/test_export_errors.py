@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import re
 from functools import partial
@@ -15,7 +14,7 @@ from conftest import ARCHITECTURES, VOCAB, llama
 from safetensors.torch import load_file, save_file
 
 import metis_hf.deploy.checkpoint
-from deploy.checkpoints import checkpoint, mixtral
+from deploy.checkpoints import checkpoint, mixtral, recorded_rows
 from metis_hf import (
     MetisConfig,
     get_metis_model,
@@ -187,12 +186,7 @@ class TestErrors:
             match = r"layers\.0\.mlp\.up_proj: its weight has NaN or inf"
             self.refused(source, tmp_path / "out", match, format=layout)
         export_checkpoint(source, tmp_path / "out")
-
-        def fail(constant):
-            raise AssertionError(constant)
-
-        text = (tmp_path / "out/metis_export.json").read_text()
-        rows = {row["kind"]: row for row in json.loads(text, parse_constant=fail)["rows"]}
+        rows = recorded_rows(tmp_path / "out")
         assert rows["up_proj"]["mean_error"] is None
         assert rows["down_proj"]["mean_error"] > 0
 
