@@ -34,7 +34,7 @@ from training.distillation_tools import (
     student,
     trainer,
 )
-from training.trainer_tools import losses, states_equal
+from training.trainer_tools import losses, records, states_equal
 
 
 class TestGradient:
@@ -258,11 +258,11 @@ def test_sft_trainer(tmp_path):
 
     def made(cls, **given):
         run = cls(
-            get_metis_model(model(), MetisConfig(scheme="nvfp4-rne")),
+            get_metis_model(model(), MetisConfig(scheme="nvfp4-rne", split_weight=True)),
             trl.SFTConfig(
                 str(tmp_path), max_steps=4, per_device_train_batch_size=2, logging_steps=1,
                 use_cpu=True, bf16=False, learning_rate=1e-3, report_to="none", disable_tqdm=True,
-                max_length=32, gradient_accumulation_steps=2,
+                max_length=32, gradient_accumulation_steps=2, weight_decay=0.1,
             ),
             train_dataset=data,
             eval_dataset=data,
@@ -277,6 +277,9 @@ def test_sft_trainer(tmp_path):
     assert before["eval_loss"] == pytest.approx(made(Sft).evaluate()["eval_loss"], rel=1e-5)
     run.train()
     assert len(losses(run)) == 4
+    assert "metis/weight/q_proj/stable_rank" in records(run)[0]
+    names = run.get_decay_parameter_names(run.model)
+    assert not any(name.endswith((".u", ".vh")) for name in names)
     assert run.evaluate()["eval_kl"] < before["eval_kl"]
     mixed = made(QadSFT, teacher=model(), cross_entropy_share=0.5)
     mixed.train()
