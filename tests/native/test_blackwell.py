@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from design import cases
 from layers.layer_tools import layer_of
 
 from metis_hf.numerics import MXFP4, NVFP4, Quantizer
@@ -50,8 +51,7 @@ def test_exact_where_scales_are_powers_of_two(m, p, n, fmt):
     assert torch.equal(out, (values[0].double() @ values[1].double().T).bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("m", "p", "n"), SHAPES)
+@cases({"m, p, n": SHAPES}, rotated={"dtype": [torch.float32, torch.bfloat16]})
 def test_tensor_scales(m, p, n, dtype):
     quantizer = Quantizer()
     a, b = (

@@ -14,7 +14,7 @@ from metis_hf.numerics import Quantizer, ScaleRule, fake_quantize, quantize
 from metis_hf.numerics.kernels import use_kernels
 from numerics.cases import FORMAT_NAMES, MIXED_FORMATS, assert_same_bits
 from numerics.helpers import normal
-from numerics.kernels.test_kernels import needs_compiler, traced
+from numerics.kernels.kernel_tools import needs_compiler, traced
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float64]
 

@@ -15,7 +15,7 @@ from metis_hf.numerics import Quantizer, fake_quantize, kernels, quantize
 from metis_hf.numerics.kernels import use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
-from numerics.kernels.test_kernels import both, needs_compiler, traced
+from numerics.kernels.kernel_tools import both, needs_compiler, traced
 
 RULES = ["absmax", "four-over-six", "search", "unbiased"]
 FACTORS = [0.05, 0.9, 1.0, 7.0]  # of the tensor's own largest magnitude

@@ -13,7 +13,7 @@ from metis_hf.numerics import Quantizer, fake_quantize, quantize
 from metis_hf.numerics.kernels import pack, unpack, use_kernels
 from numerics.cases import assert_same_bits, fp32
 from numerics.helpers import note_tracing, seeded
-from numerics.kernels.test_kernels import needs_compiler
+from numerics.kernels.kernel_tools import needs_compiler
 
 FORMATS = ["nvfp4", "nvint4", "if4", "mixfp4"]  # those with a second level
 

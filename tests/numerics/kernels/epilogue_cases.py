@@ -5,6 +5,8 @@ test_kernels_on_gpu.py runs `EpilogueCases` on GPUs, and this file in Triton's i
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from metis_hf.numerics.kernels.epilogue import finish_product
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (1, 40), (40, 1), (37, 48), (130, 33)]
 SCALES = {
     "no scale": (),
@@ -47,11 +50,9 @@ class EpilogueCases:
     kernels: str
     device: str
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("kinds", SCALES.values(), ids=SCALES)
-    @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
-    def test_products_are_those_by_hand(self, kinds, with_bias, dtype) -> None:
-        for shape in SHAPES:
+    def test_products_are_those_by_hand(self, kinds) -> None:
+        for shape, dtype, with_bias in itertools.product(SHAPES, DTYPES, (False, True)):
             out = (torch.randn(shape, generator=seeded(0)) * 300).to(dtype)
             out[0, 0] = float("inf")
             scales = [scale_of(kind, shape, place) for place, kind in enumerate(kinds)]

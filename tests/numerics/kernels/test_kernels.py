@@ -8,194 +8,52 @@ import threading
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics import Quantizer, fake_quantize
-from metis_hf.numerics.kernels import _covers, _padded_count, cpu, formulation, use_kernels
-from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
-from metis_hf.numerics.kernels.layout import form_of, has_form, readable
-from metis_hf.numerics.scaling import SCALE_NOISE
+from metis_hf.numerics.kernels import _covers, _padded_count, cpu, use_kernels
+from metis_hf.numerics.kernels.formulation import BLOCK
+from metis_hf.numerics.kernels.layout import form_of, has_form
 from numerics.cases import assert_same_bits
-from numerics.helpers import note_tracing, seeded
-
-FP32_MAX = torch.finfo(torch.float32).max
-needs_compiler = pytest.mark.skipif(cpu.missing() is not None, reason="no C++ compiler")
-# Together they have every branch of the formulation.
-COMPILED = {
-    "rows": (Quantizer(), -1, torch.float32),
-    "rows, one level, up, bf16": (
-        Quantizer(two_level=False, scale_rounding="up"),
-        -1,
-        torch.bfloat16,
-    ),
-    "columns, stochastic": (Quantizer(rounding="stochastic"), 0, torch.float32),
-    "rows, 4/6": (Quantizer(scale_rule="four-over-six"), -1, torch.float32),
-    "squares, 4/6, one level": (
-        Quantizer(tile="square", scale_rule="four-over-six", two_level=False),
-        -1,
-        torch.float32,
-    ),
-    "columns, 4/6, stochastic": (
-        Quantizer(rounding="stochastic", scale_rule="four-over-six"),
-        0,
-        torch.bfloat16,
-    ),
-    "rows, search": (Quantizer(scale_rule="search"), -1, torch.float32),
-    "rows, MS-EDEN": (Quantizer(scale_rule="eden"), -1, torch.float32),
-    "columns, MS-EDEN": (Quantizer(scale_rule="eden"), 0, torch.float32),
-    "squares, MS-EDEN, up, one level": (
-        Quantizer(tile="square", scale_rule="eden", scale_rounding="up", two_level=False),
-        -1,
-        torch.float32,
-    ),
-    "squares, up": (Quantizer(tile="square", scale_rounding="up"), -1, torch.float32),
-    "rows, 16/17, stochastic": (
-        Quantizer(rounding="stochastic", scale_rule="unbiased"),
-        -1,
-        torch.float32,
-    ),
-}
-ALL = [
-    Quantizer(
-        rounding=rounding, scale_rounding=scale, two_level=two_level, tile=tile, scale_rule=rule
-    )
-    for rule in ("absmax", "four-over-six", "unbiased")
-    for rounding in ("nearest", "stochastic")
-    for scale in ("nearest", "up")
-    for two_level in (True, False)
-    for tile in ("row", "square")
-] + [
-    Quantizer(scale_rule=rule, scale_rounding=scale, two_level=two_level, tile=tile)
-    for rule in ("search", "eden")
-    for scale in ("nearest", "up")
-    for two_level in (True, False)
-    for tile in ("row", "square")
-]
-
-
-def both(quantizer: Quantizer, x: Tensor, kernel: str = "compiled", **options) -> None:
-    """The kernel's result is the reference's; the input is left alone."""
-    before = x.clone()
-    with use_kernels("reference"):
-        wanted = quantizer(x, key=5, **options)
-    with use_kernels(kernel):
-        actual = quantizer(x, key=5, **options)
-    assert_same_bits(actual, wanted)
-    assert_same_bits(x, before)
-
-
-def traced(
-    quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32, amax: Tensor | None = None
-) -> Tensor:
-    """The formulation run operation by operation: what compilers start from."""
-    form = form_of(x, quantizer.tile, dim)
-    variant = Specialization(
-        "quantize",
-        form.dims,
-        bool(quantizer.two_level),
-        quantizer.scale_rounding == "up",
-        quantizer.rounding == "stochastic",
-        True,
-        dtype,
-        rule=quantizer.scale_rule,
-        given=amax is not None,
-    )
-    operand = readable(form.x)
-    key = noise.Key(5) if variant.needs_noise else None
-    if key is not None and quantizer.scale_rule == "eden":
-        key = key.fold(SCALE_NOISE)
-    return form.restore(formulation.run(variant, key, operand, amax)[0])
-
-
-def adversarial() -> dict[str, Tensor]:
-    """Tensors [32 48] where shortcuts in the arithmetic show."""
-    g = seeded(0)
-    normal = torch.randn(32, 48, generator=g)
-    wide = normal * torch.exp2(torch.rand(32, 1, generator=g) * 40 - 20)
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(32, 6)
-    ties[::2] *= -1
-    ties[0] = 2688
-    scales = torch.zeros(32, 48)
-    scales[:, ::16] = torch.exp2(torch.linspace(-20, 9, 96)).view(32, 3) * 6
-    bits = torch.randint(-(2**31), 2**31 - 1, (32, 48), generator=g, dtype=torch.int64)
-    tensors = {
-        "normal": normal,
-        "wide rows": wide,
-        "ties": ties,
-        "every E4M3 scale": scales,
-        "ties of scales": scales * 1.0625,
-        "any finite bits": bits.to(torch.int32).view(torch.float32).nan_to_num(1.0, 1.0, 1.0),
-        "zero": torch.zeros(32, 48),
-        "minus zero": -torch.zeros(32, 48),
-        "some zero blocks": torch.where(torch.arange(48) < 20, normal, -0.0),
-        "subnormal": normal * 1e-42,
-        "tiny": normal * 1e-36,
-        "largest": torch.full((32, 48), FP32_MAX),
-        "largest and smallest": torch.where(torch.arange(48) % 2 == 0, FP32_MAX, -1e-45).repeat(
-            32, 1
-        ),
-    }
-    for name, value in {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}.items():
-        tensors[name] = normal.clone()
-        tensors[name][3, 20] = value
-    return tensors
-
-
-TENSORS = adversarial()
-
+from numerics.helpers import DTYPES, note_tracing, seeded
+from numerics.kernels.kernel_tools import (
+    COMPILED,
+    TENSORS,
+    VARIANTS,
+    both,
+    needs_compiler,
+    tensors,
+    traced,
+)
 
 # --- the formulation -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_every_choice_is_the_reference_to_the_bit(name) -> None:
-    """The formulation, and the C++ where it can be compiled."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        x = TENSORS[name].to(dtype)
-        for quantizer in ALL:
-            for dim in (-1, 0) if quantizer.tile == "row" else (-1,):
-                with use_kernels("reference"):
-                    wanted = quantizer(x, dim=dim, key=5)
-                assert_same_bits(traced(quantizer, x, dim), wanted)
-                if cpu.missing() is None:
-                    with use_kernels("compiled"):
-                        assert_same_bits(quantizer(x, dim=dim, key=5), wanted)
-
-
-def shapes(draw) -> tuple[int, ...]:
-    return tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
-
-
-@st.composite
-def tensors(draw, quantizers=tuple(ALL)) -> tuple[Tensor, Quantizer, int]:
-    """A tensor of any shape and stride, how to quantize it, and along what."""
-    quantizer = draw(st.sampled_from(quantizers))
-    shape = shapes(draw)
-    dim = draw(st.integers(-len(shape), -1))
-    x = torch.randn(shape, generator=seeded(draw(st.integers(0, 99))))
-    x = x * 2.0 ** draw(st.integers(-130, 120))
-    x = x.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
-    if draw(st.booleans()) and len(shape) > 1:
-        x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if draw(st.booleans()):
-        x = torch.cat([x, x], -1)[..., 1::2][..., : shape[-1]]
-    return x, quantizer, dim
-
-
-@settings(deadline=None, max_examples=150, derandomize=True)
-@given(tensors())
-def test_shapes_and_strides(case) -> None:
-    x, quantizer, dim = case
-    if (quantizer.tile == "square" and x.dim() < 2) or not has_form(x, quantizer.tile, dim):
-        return
+def check(quantizer: Quantizer, x: Tensor, dim: int) -> None:
+    """The formulation gives the reference's bits, and so does the C++ where it can be compiled."""
     with use_kernels("reference"):
         wanted = quantizer(x, dim=dim, key=5)
     assert_same_bits(traced(quantizer, x, dim), wanted)
     if cpu.missing() is None:
         with use_kernels("compiled"):
             assert_same_bits(quantizer(x, dim=dim, key=5), wanted)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_choice_is_the_reference_to_the_bit(name) -> None:
+    """In another dtype for the next tensor."""
+    for turn, (quantizer, dim) in enumerate(VARIANTS, list(TENSORS).index(name)):
+        check(quantizer, TENSORS[name].to(DTYPES[turn % len(DTYPES)]), dim)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(tensors())
+def test_shapes_and_strides(case) -> None:
+    x, quantizer, dim = case
+    if (quantizer.tile == "square" and x.dim() < 2) or not has_form(x, quantizer.tile, dim):
+        return
+    check(quantizer, x, dim)
 
 
 # --- compiled ------------------------------------------------------------------------------------

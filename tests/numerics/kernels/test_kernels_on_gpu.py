@@ -14,27 +14,25 @@ from metis_hf.numerics.kernels import choice, use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 from numerics.kernels.epilogue_cases import EpilogueCases
+from numerics.kernels.kernel_tools import COMPILED, PACKED, TENSORS, low_rank
+from numerics.kernels.kernel_tools import check as check_packed
 from numerics.kernels.sums_cases import SumsCases
-from numerics.kernels.test_kernels import COMPILED, TENSORS
-from numerics.kernels.test_kernels_packing import COMPILED as PACKED
-from numerics.kernels.test_kernels_packing import check as check_packed
-from numerics.kernels.test_kernels_packing import low_rank
 from numerics.kernels.triton_cases import STOCHASTIC, Cases, NoiseCases, on, reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
-needs_compiler = pytest.mark.skipif(
-    INTERPRETED, reason="TRITON_INTERPRET=1: triton compiles nothing"
+by_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="triton is not installed, or TRITON_INTERPRET=1: it compiles nothing",
 )
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-@needs_triton
-@needs_compiler
-@needs_gpu
-@pytest.mark.slow
+@by_triton
 class TestTritonOnGpu(Cases):
     kernels = "triton"
     device = "cuda"
@@ -70,10 +68,7 @@ class TestTritonOnGpu(Cases):
             assert torch.equal(bytes_, others)
 
 
-@needs_triton
-@needs_compiler
-@needs_gpu
-@pytest.mark.slow
+@by_triton
 class TestNoiseOnGpu(NoiseCases):
     device = "cuda"
 
@@ -88,33 +83,23 @@ class TestNoiseOnGpu(NoiseCases):
                 assert torch.equal(drawn.cpu(), noise.uniform((30, 50), key))
 
 
-@needs_triton
-@needs_compiler
-@needs_gpu
-@pytest.mark.slow
+@by_triton
 class TestEpilogueOnGpu(EpilogueCases):
     kernels = "triton"
     device = "cuda"
 
 
-@needs_triton
-@needs_compiler
-@needs_gpu
-@pytest.mark.slow
+@by_triton
 class TestSumsOnGpu(SumsCases):
     device = "cuda"
 
 
-@needs_gpu
-@pytest.mark.slow
 class TestEpilogueInTorchOnGpu(EpilogueCases):
     kernels = "reference"
     device = "cuda"
 
 
 @needs_triton
-@needs_gpu
-@pytest.mark.slow
 class TestCompiledOnGpu(Cases):
     kernels = "compiled"
     device = "cuda"

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from design import full_only, thinned
+from design import full, thinned
 from paths import ROOT
 
 from metis_hf import noise
@@ -24,8 +24,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
-needs_compiler = pytest.mark.skipif(
-    INTERPRETED, reason="TRITON_INTERPRET=1: triton compiles nothing"
+compiles = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or INTERPRETED,
+    reason="triton is not installed, or TRITON_INTERPRET=1: it compiles nothing",
 )
 CASES = ("triton", "epilogue", "sums")  # NAME_cases.py
 SOME = "(normal or nan or wide) and not subnormal or epilogue or sums"  # where not all run
@@ -34,15 +35,13 @@ AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=full_only)])
-def test_in_the_interpreter(full) -> None:
+def test_in_the_interpreter() -> None:
     """Cases, in a process of their own: the choice is made when triton is imported."""
-    root = ROOT
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
-    command += [] if full else ["-k", SOME]
+    command += [] if full() else ["-k", SOME]
     run = subprocess.run(
         [*command, *(f"tests/numerics/kernels/{name}_cases.py" for name in CASES)],
-        cwd=root,
+        cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -50,7 +49,7 @@ def test_in_the_interpreter(full) -> None:
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed
-    assert int(passed[1]) >= (60 if full else 5)
+    assert int(passed[1]) >= (60 if full() else 5)
     assert "skipped" not in run.stdout
 
 
@@ -116,8 +115,7 @@ def vector_loads(kernel) -> int:
     return len(re.findall(r"ld\.global\S*\.v4\.b32", kernel.asm["ptx"]))
 
 
-@needs_triton
-@needs_compiler
+@compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", thinned([AMPERE, HOPPER, BLACKWELL], HOPPER.__eq__))
 def test_compiled_for_gpus(compile_for, capability) -> None:
@@ -153,8 +151,7 @@ def test_compiled_for_gpus(compile_for, capability) -> None:
     assert "cvt.rn.bf16x2.f32" in both.asm["ptx"]
 
 
-@needs_triton
-@needs_compiler
+@compiles
 @pytest.mark.slow
 def test_nothing_is_compiled_again(compile_for) -> None:
     """Number of rows, values and keys change; the kernel stays."""
@@ -170,8 +167,7 @@ def test_nothing_is_compiled_again(compile_for) -> None:
         assert len({id(kernel) for kernel in recorder.compiled}) == 1
 
 
-@needs_triton
-@needs_compiler
+@compiles
 @pytest.mark.slow
 def test_packing_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     """Both ways, along rows and columns, with several scales tried for each block."""
@@ -194,8 +190,7 @@ def test_packing_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
         assert_ieee(kernel.asm["ptx"])
 
 
-@needs_triton
-@needs_compiler
+@compiles
 @pytest.mark.slow
 def test_noise_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     """Once, whatever the sizes and the keys."""
@@ -214,8 +209,7 @@ def test_noise_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
         assert_ieee(recorder.compiled[0].asm["ptx"])
 
 
-@needs_triton
-@needs_compiler
+@compiles
 @pytest.mark.slow
 def test_the_epilogue_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     """It reads what it multiplies as vectors, and rounds before it adds."""
@@ -236,8 +230,7 @@ def test_the_epilogue_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     assert "fma" not in "".join(kernel.asm["ptx"] for kernel in recorder.compiled)
 
 
-@needs_triton
-@needs_compiler
+@compiles
 @pytest.mark.slow
 def test_sums_of_rows_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
     """Rows are read as vectors, whatever their number."""
@@ -275,8 +268,7 @@ def test_older_releases_are_refused(monkeypatch) -> None:
     assert "triton 3.6 or later: this is 3.5.1" in missing(torch.device("cuda"))
 
 
-@needs_triton
-@needs_compiler
+@compiles
 def test_on_cpu_the_request_is_refused() -> None:
     missing = r"there is no (CUDA device|triton 3\.6)"
     with use_kernels("triton"), pytest.raises(RuntimeError, match=missing):

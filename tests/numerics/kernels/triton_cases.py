@@ -24,9 +24,8 @@ from metis_hf.numerics.kernels.layout import has_form
 from metis_hf.numerics.scaling import OuterScale
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
-from numerics.kernels.test_kernels import ALL, TENSORS, tensors
-from numerics.kernels.test_kernels_packing import check as check_packed
-from numerics.kernels.test_kernels_packing import low_rank
+from numerics.kernels.kernel_tools import ALL, TENSORS, low_rank, tensors
+from numerics.kernels.kernel_tools import check as check_packed
 
 # With it every tensor meets every choice in every dtype and with every split, for minutes; without,
 # each choice in one of them, another one for the next tensor, and every other one to be stored.
