@@ -46,6 +46,15 @@ CONFIGS = {
 }
 
 
+def outcome(trainer):
+    """Losses, gradient norms and weights after a training; all ranks call it."""
+    return {
+        "loss": history(trainer),
+        "grad_norm": history(trainer, "grad_norm"),
+        "state": full_state(trainer.model),
+    }
+
+
 def training(engine, out):
     """Trainer's losses, gradient norms and weights after two steps, for each config."""
     results = {}
@@ -57,12 +66,7 @@ def training(engine, out):
         options = {"max_steps": 2} | ({"cls": cls} if cls else {})
         trainer = make_trainer(engine, out, model, **options)
         trainer.train()
-        results[name] = {
-            "loss": history(trainer),
-            "grad_norm": history(trainer, "grad_norm"),
-            "state": full_state(trainer.model),
-            "wrapped": type(trainer.model_wrapped).__name__,
-        }
+        results[name] = outcome(trainer) | {"wrapped": type(trainer.model_wrapped).__name__}
     return results
 
 
@@ -115,12 +119,7 @@ def micro_batches(engine, out):
         model, plain = build(**NOISELESS), transformers.Trainer  # which adds no callback
         trainer = make_trainer(engine, out, model, callbacks=callbacks, cls=plain, **options)
         trainer.train()
-        results[name] = {
-            "loss": history(trainer),
-            "grad_norm": history(trainer, "grad_norm"),
-            "state": full_state(trainer.model),
-            "held": held.counts,
-        }
+        results[name] = outcome(trainer) | {"held": held.counts}
     return results
 
 
@@ -195,7 +194,7 @@ def _save_and_resume(engine, out, **options):
         trainer.train(str(checkpoint) if name == "resumed" else None)
         with torch.no_grad():
             logits = trainer.model.eval()(input_ids=Rows()[range(2)]["input_ids"]).logits
-        seen[name] = {"loss": history(trainer), "state": full_state(trainer.model)}
+        seen[name] = outcome(trainer)
         seen[name]["logits"] = logits
     trainer.save_model(str(out / "final"))
     if rank() == 0:
@@ -229,12 +228,7 @@ def checkpointing(engine, out):
         for module in trainer.model.modules():
             by |= {"a wrapper"} if "CheckpointWrapper" in type(module).__name__ else set()
             by |= {"the model"} if getattr(module, "gradient_checkpointing", False) else set()
-        seen[name] = {
-            "loss": history(trainer),
-            "grad_norm": history(trainer, "grad_norm"),
-            "state": full_state(trainer.model),
-            "by": by,
-        }
+        seen[name] = outcome(trainer) | {"by": by}
     return seen
 
 
@@ -307,7 +301,7 @@ def _train_blocks(engine, out, models, **options):
         given = {"fsdp_config": fsdp_config, "max_steps": 2} | options
         trainer = make_trainer(engine, out, model, **given)
         trainer.train()
-        seen[block] = {"loss": history(trainer), "state": full_state(trainer.model)}
+        seen[block] = outcome(trainer)
     return seen
 
 
@@ -349,12 +343,8 @@ def distilling(engine, out):
         trainer.train_dataset = Padded()
         trainer.train()
         trainer.args.per_device_eval_batch_size = 1  # the tensor scale of a row is its own then
-        seen[name] = {
-            "loss": history(trainer),
-            "grad_norm": history(trainer, "grad_norm"),
-            "state": full_state(trainer.model),
-            "kl": trainer.evaluate(Padded(count=3))["eval_kl"],  # two processes take four
-        }
+        seen[name] = outcome(trainer)
+        seen[name]["kl"] = trainer.evaluate(Padded(count=3))["eval_kl"]  # two processes take four
     return seen
 
 
