@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from metis_hf.numerics.formats import OWN_FORMATS, get_format
-from metis_hf.schemes.registry import all_or_nothing, registered, scheme_info
+from metis_hf.schemes import registry
 
 _PACKAGE = Path(__file__).parents[1]
 _imported: dict[str, tuple[str, ...]] = {}  # source, as `absolute_source` gives it -> schemes
@@ -42,10 +42,10 @@ def import_schemes(source: str | Path) -> list[str]:
             it may define its schemes and its formats in another way.
     """
     source = absolute_source(source)
-    if source in _imported:
+    if source in _imported and registry.SCHEMES.keys() >= set(_imported[source]):
         return list(_imported[source])
     try:
-        with all_or_nothing():
+        with registry.all_or_nothing():
             names = _import_and_name(source)
     except Exception as error:
         reason = str(error)
@@ -58,12 +58,12 @@ def import_schemes(source: str | Path) -> list[str]:
 
 def _import_and_name(source: str) -> list[str]:
     """Import a source that may be imported already; return the names of its schemes."""
-    before = set(registered())
+    before = set(registry.SCHEMES)
     loaded = _loaded(source)
     module = loaded or _import(source)
     names = [
         name
-        for name, info in registered().items()
+        for name, info in registry.SCHEMES.items()
         if name not in before or f"{info.module}.".startswith(f"{module.__name__}.")
     ]
     if not names:
@@ -102,7 +102,7 @@ def _format_digest(name: str) -> str | None:
 
 def _source_digest(name: str) -> str | None:
     try:
-        path = Path(inspect.getsourcefile(scheme_info(name).builder) or "").resolve()
+        path = Path(inspect.getsourcefile(registry.scheme_info(name).builder) or "").resolve()
     except TypeError:  # a callable without a file
         return None
     if _PACKAGE in path.parents or not path.is_file():

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from metis_hf.config import MetisConfig
 from metis_hf.numerics.formats import FORMATS, get_format, let_redefine
@@ -28,18 +28,7 @@ ENTRY_POINTS = "metis_hf.schemes"  # the group of installed packages' schemes
 
 @dataclass(frozen=True)
 class SchemeInfo:
-    """A registered scheme: its builder and what a table says of it.
-
-    Attributes:
-        name: what `MetisConfig.scheme` says.
-        summary: one line for tables.
-        source: arXiv id, specification or code base.
-        rank_multiple: what the rank is rounded up to unless the config says.
-        least_rank: the lowest rank from a share unless the config has a `rank_multiple`, or stores
-            weights split.
-        formats: names of the number formats that it takes; None: any.
-        builder: the function (config, rank) -> Scheme that was registered.
-    """
+    """A registered scheme: what `register_scheme` was told, and the function that it was given."""
 
     name: str
     summary: str
@@ -95,9 +84,9 @@ class SchemeInfo:
         return replace(scheme, rank=rank)
 
 
-_REGISTRY: dict[str, SchemeInfo] = {}
-_unusable: list[str] = []  # why schemes of installed packages are missing
-_searched = False
+SCHEMES: dict[str, SchemeInfo] = {}  # registered so far, by name
+# Entry points that have been imported -> why their schemes are missing, or None.
+_tried: dict[EntryPoint, str | None] = {}
 
 
 def register_scheme(
@@ -126,29 +115,22 @@ def register_scheme(
     """
 
     def register(build: Builder) -> Builder:
-        if name in _REGISTRY:
+        if name in SCHEMES:
             raise ValueError(
-                f"a scheme named {name!r} is already registered, by {_REGISTRY[name].module}; "
+                f"a scheme named {name!r} is already registered, by {SCHEMES[name].module}; "
                 "choose another name"
             )
         allowed = None if formats is None else tuple(formats)
-        _REGISTRY[name] = SchemeInfo(
-            name, summary, source, rank_multiple, least_rank, allowed, build
-        )
+        SCHEMES[name] = SchemeInfo(name, summary, source, rank_multiple, least_rank, allowed, build)
         return build
 
     return register
 
 
-def registered() -> dict[str, SchemeInfo]:
-    """Return the schemes registered so far by name; nothing is looked for."""
-    return dict(_REGISTRY)
-
-
 def scheme_names() -> list[str]:
     """Return the registered names, in order of registration; installed packages come last."""
     _find_installed()
-    return list(_REGISTRY)
+    return list(SCHEMES)
 
 
 def scheme_info(name: str) -> SchemeInfo:
@@ -158,30 +140,29 @@ def scheme_info(name: str) -> SchemeInfo:
         ValueError: not registered; the message lists the names and the nearest one, and the
             installed packages whose schemes could not be imported.
     """
-    if name not in _REGISTRY:
-        _find_installed()
-    if name in _REGISTRY:
-        return _REGISTRY[name]
-    near = difflib.get_close_matches(name, _REGISTRY, n=1)
+    missing = [] if name in SCHEMES else _find_installed()
+    if name in SCHEMES:
+        return SCHEMES[name]
+    near = difflib.get_close_matches(name, SCHEMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ValueError(
-        f"scheme {name!r} is not registered{hint} Registered: {', '.join(_REGISTRY)}. "
+        f"scheme {name!r} is not registered{hint} Registered: {', '.join(SCHEMES)}. "
         "A scheme of your own must be registered before a model is converted or loaded: name its "
         "file with --import on the command line (--metis_import of recipes), or call "
-        "metis_hf.schemes.import_schemes." + "".join(f" {reason}." for reason in _unusable)
+        "metis_hf.schemes.import_schemes." + "".join(f" {reason}." for reason in missing)
     )
 
 
-def _find_installed() -> None:
-    """Import the modules that installed packages name, the first time it is called.
+def _find_installed() -> list[str]:
+    """Import the modules that installed packages name; return why schemes of some are missing.
 
     A module that cannot be imported is a warning, not an error: nobody may have asked for it.
     """
-    global _searched
-    if _searched:
-        return
-    _searched = True  # first: a package's module may look a scheme up
-    for entry in entry_points(group=ENTRY_POINTS):
+    installed = entry_points(group=ENTRY_POINTS)
+    for entry in installed:
+        if entry in _tried:
+            continue
+        _tried[entry] = None  # first: a package's module may look a scheme up
         try:
             with all_or_nothing():
                 entry.load()
@@ -191,8 +172,9 @@ def _find_installed() -> None:
                 f"The schemes of {package} are missing: its entry point {entry.name!r} "
                 f"({entry.value}) fails with {type(error).__name__}: {error}"
             )
-            _unusable.append(reason)
+            _tried[entry] = reason
             warnings.warn(f"{reason}. Repair or uninstall it", stacklevel=3)
+    return [why for entry in installed if (why := _tried[entry])]
 
 
 @contextmanager
@@ -201,7 +183,7 @@ def all_or_nothing() -> Iterator[None]:
 
     Formats stay, and others may take their names.
     """
-    schemes, formats = set(_REGISTRY), set(FORMATS)
+    schemes, formats = set(SCHEMES), set(FORMATS)
     try:
         yield
     except BaseException:
@@ -211,14 +193,14 @@ def all_or_nothing() -> Iterator[None]:
 
 
 def forget_since(before: set[str]) -> None:
-    """Take out the schemes that an import registered before it failed, so that it can be retried.
+    """Take out the schemes that an import has registered, so that it can be repeated.
 
     Args:
         before: the names that were registered when it began.
     """
-    for name in set(_REGISTRY) - before:
+    for name in set(SCHEMES) - before:
         # Its module, too: Python runs a module that it still has no second time.
-        sys.modules.pop(_REGISTRY.pop(name).module, None)
+        sys.modules.pop(SCHEMES.pop(name).module, None)
 
 
 def kept_directions(config: MetisConfig, in_features: int, out_features: int) -> int:

@@ -22,7 +22,7 @@ from metis_hf.lab.compare.tasks import Task
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.evaluate.harness import MetisLM
 from metis_hf.lab.evaluate.jobs import own_schemes
-from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
+from metis_hf.schemes import import_schemes, registry, scheme_info, source_digests
 
 NAME = "two-nearest"
 SCHEME = f"""
@@ -48,12 +48,10 @@ def metis_hf(*arguments):
 @pytest.fixture(scope="module", autouse=True)
 def as_before():
     """Take the schemes of these tests out again: other files' tests go through all there are."""
-    tables = registry._REGISTRY, discovery._imported
-    before = [dict(table) for table in tables]
+    before = dict(registry.SCHEMES)
     yield
-    for table, entries in zip(tables, before):
-        table.clear()
-        table.update(entries)
+    registry.SCHEMES.clear()
+    registry.SCHEMES.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,7 @@ def test_reloaded_as_it_was_saved(folder):
 
 
 def test_unknown_scheme_of_a_checkpoint_says_how_to_import_it(folder, monkeypatch):
-    monkeypatch.delitem(registry._REGISTRY, NAME)
+    monkeypatch.delitem(registry.SCHEMES, NAME)
     message = rf"scheme '{NAME}' is not registered.* --import .*import_schemes"
     with pytest.raises(ValueError, match=message):
         transformers.AutoModelForCausalLM.from_pretrained(folder / "model")

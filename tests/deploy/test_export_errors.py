@@ -78,7 +78,7 @@ class TestErrors:
                 source = checkpoint(tmp_path / name, scheme=name)
                 self.refused(source, tmp_path / "out", match)
             finally:
-                del registry._REGISTRY[name]
+                del registry.SCHEMES[name]
 
     def test_side_file_without_a_low_rank_part_or_a_place_for_it(self, tmp_path):
         source = checkpoint(tmp_path / "metis", scheme="nvidia")

@@ -19,7 +19,6 @@ from metis_hf.schemes import (
     Scheme,
     absolute_source,
     build_scheme,
-    discovery,
     import_schemes,
     register_scheme,
     registry,
@@ -54,13 +53,12 @@ register_format(BlockFormat("own", CodebookFormat("own", (-1, 0, {top})), SCALE_
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch, tmp_path):
     """The registry, the modules and the path of a fresh process, before and after a test."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    monkeypatch.setattr(registry, "_unusable", [])
-    monkeypatch.setattr(registry, "_searched", False)
-    monkeypatch.setattr(discovery, "_imported", {})
+    schemes = dict(registry.SCHEMES)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)
     yield
+    registry.SCHEMES.clear()
+    registry.SCHEMES.update(schemes)
     for name in set(sys.modules) - before:
         del sys.modules[name]
 
@@ -144,9 +142,7 @@ class TestImportSchemes:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("gone.py", "no schemes from .*gone.py: there is no such file"),
             ("notes/text.txt", "no schemes from .*text.txt: there is no such file"),
-            ("no_such_module", "no schemes from no_such_module: Python finds no module"),
             ("no_such.module", "no schemes from no_such.module: Python finds no module"),
             ("", "no schemes from .*: Python finds no module"),
         ],
@@ -218,7 +214,6 @@ class TestImportSchemes:
     def test_digest_of_a_format_is_of_its_definition(self, write, monkeypatch):
         found = []
         for top in (1, 2):
-            monkeypatch.setattr(discovery, "_imported", {})
             monkeypatch.setattr(formats, "FORMATS", known := dict(formats.FORMATS))
             monkeypatch.setattr(registry, "FORMATS", known)
             known.pop("own", None)
@@ -278,11 +273,11 @@ class TestEntryPoints:
         assert MetisConfig(scheme="apple").scheme == "apple"
 
     def test_a_broken_package_is_named_and_stops_nobody(self, install):
-        install("apples", SCHEME.format(name="apple"))
+        install("plums", SCHEME.format(name="plum"))
         install("pears", SCHEME.format(name="pear") + "import no_such_module\n")
         with pytest.warns(UserWarning, match="schemes of package 'pears' are missing") as caught:
             names = scheme_names()
-        assert "apple" in names
+        assert "plum" in names
         assert "pear" not in names
         (warning,) = caught
         for part in ("from-pears", "ModuleNotFoundError", "no_such_module"):

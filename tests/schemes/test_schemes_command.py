@@ -79,9 +79,8 @@ def test_multiply_adds_beyond_the_gemms(run):
     assert shown in [line.split() for line in run("metis").stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("scheme", "slot", "bits"),
-    [
+def test_bits():
+    for scheme, slot, bits in (
         ("nvfp4", "fprop.input", NVFP4),
         ("mxfp4", "fprop.input", MXFP4),
         ("nvidia", "fprop.weight", SQUARE),
@@ -89,16 +88,11 @@ def test_multiply_adds_beyond_the_gemms(run):
         ("mean", "fprop.input", NVFP4 * (1 + 1 / WIDTH)),  # and the mean
         ("metis", "fprop.input", NVFP4 * (1 + 2 * 64 / WIDTH)),  # and factors of rank 64
         ("metis", "fprop.weight", NVFP4),
-    ],
-)
-def test_bits(scheme, slot, bits):
-    (record,) = list_schemes([scheme])
-    # Rounded to three places; tensor scales and lengths of directions are 32 bits each.
-    assert record["operands"][slot]["bits"] == pytest.approx(bits, abs=1e-3)
-
-
-def test_bits_of_corrections():
-    """Errors of the weight along 64 directions of inputs, and along 16 of output gradients."""
+    ):
+        (record,) = list_schemes([scheme])
+        # Rounded to three places; tensor scales and lengths of directions are 32 bits each.
+        assert record["operands"][slot]["bits"] == pytest.approx(bits, abs=1e-3), (scheme, slot)
+    # Corrections: errors of the weight along directions of inputs, and of output gradients.
     (record,) = list_schemes(["metis"])
     for slot, directions in (("fprop.weight", 64), ("dgrad.weight", 16)):
         bits = record["operands"][slot]["correction"]["bits"]
@@ -120,7 +114,7 @@ class Halved(AroundQuantizer):
 
 
 def test_bits_of_what_looks_at_values_are_unknown(run, monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(registry, "SCHEMES", dict(registry.SCHEMES))
     scheme = Scheme(Operand(Quantizer(), Halved()), Operand(Quantizer()), Operand(Quantizer()))
     registry.register_scheme("own", summary="", source="")(lambda config, rank: scheme)
     (record,) = list_schemes(["own"])

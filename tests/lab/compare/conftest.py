@@ -37,7 +37,7 @@ def placed_records(tmp_path, monkeypatch):
 @pytest.fixture
 def eval_directory(monkeypatch):
     """Imports of one script by another, and schemes that a script registers, end with the test."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(registry, "SCHEMES", dict(registry.SCHEMES))
     monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
     sys.modules.pop("training_parts", None)  # so that it registers where it is imported again
     yield

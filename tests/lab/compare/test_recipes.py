@@ -269,7 +269,7 @@ class TestData:
 
 
 def test_schemes_of_ones_own(trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # another test sees all
+    monkeypatch.setattr(registry, "SCHEMES", dict(registry.SCHEMES))  # another test sees all
     file = tmp_path / "recipe_scheme.py"
     file.write_text(
         "from metis_hf.schemes.parts import *\n"
