@@ -53,6 +53,8 @@ _TUPLES = (
     "modules_to_not_convert",
     "layers_to_transform",
 )
+# Records read as they did before there was a choice.
+_NAMED_IF_CHOSEN = ("format", "attention", "gradient_rank_frac", "backend", "outer_scale")
 _MAPPINGS = ("rank_pattern", "scheme_pattern")
 
 
@@ -211,18 +213,15 @@ class MetisConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it JSON-ready, with the keys transformers looks for in `quantization_config`."""
-        values = {
-            field.name: _jsonable(getattr(self, field.name)) for field in dataclasses.fields(self)
+        values: dict[str, Any] = {
+            "quant_method": self.quant_method,
+            "format_version": self.format_version,
         }
-        # So that records read as they did before there was a choice.
-        for name in ("format", "attention", "gradient_rank_frac"):
-            if values[name] is None:
-                del values[name]
-        if self.backend == "emulated":
-            del values["backend"]
-        if self.outer_scale == "tensor":
-            del values["outer_scale"]
-        return {"quant_method": self.quant_method, "format_version": self.format_version, **values}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if each.name not in _NAMED_IF_CHOSEN or value != each.default:
+                values[each.name] = _jsonable(value)
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MetisConfig:
