@@ -1,10 +1,9 @@
-"""Digests of values, files and texts that an experiment reads."""
+"""Digests of values and files that an experiment reads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,4 @@ def digest_of_path(path: Path) -> str:
                 for number in range(count):
                     stream.seek(last * number // max(1, count - 1))
                     digest.update(stream.read(_BLOCK))
-    return digest.hexdigest()
-
-
-def digest_of_texts(texts: Iterable[str]) -> str:
-    """Return a digest of texts in their order."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(hashlib.sha256(text.encode()).digest())
     return digest.hexdigest()

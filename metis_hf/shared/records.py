@@ -34,9 +34,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         raise
 
 
-def write_json(path: Path, data: Any, *, indent: int | None = 1) -> None:
+def write_json(path: Path, data: Any) -> None:
     """Write a JSON file whole or not at all."""
-    text = json.dumps(data, indent=indent, ensure_ascii=False) + "\n"
+    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
     # Half a surrogate pair, as in a file's name that is not UTF-8, becomes its escape in JSON.
     content = text.encode(errors="backslashreplace")
     write_atomically(path, lambda file: file.write(content))

@@ -13,10 +13,8 @@ NAME = "a" * 40 + "!"
 # `re` needs longer than anyone waits for these; each is answered at once.
 HOSTILE = {
     "(a+)+$": False,
-    "(a|aa)+$": False,
     "(.*)*x": False,
     "(.*a){25}!": True,
-    "(x+x+)+y": False,
     "a?" * 40 + "a" * 40 + "!": True,
     ".*" * 60 + "z": False,
 }
@@ -71,12 +69,9 @@ NAMES = (
 @pytest.mark.parametrize(
     "pattern",
     [
-        r".*\.(q|k|v)_proj",
-        r".*layers\.(\d+)\.mlp.*",
         r".*attn.*(q|v)_proj$",
         r"^model\.layers\.[01]\..*",
         r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|gate_proj).*?)",
-        r"(?i)model\.layers.*",
         r"(?i:MODEL)\..*",
         r".*\bmlp\b.*",
         r"\w+(\.\w+){2,3}",
