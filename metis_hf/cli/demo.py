@@ -11,7 +11,7 @@ from metis_hf.cli.options import Imports, fail_with, import_sources, split_names
 from metis_hf.lab.compare.sizes import QUICK_DEMO
 
 # How long `--quick` takes, in the words of docs/quickstart.md.
-QUICK_TIME = "a minute or two, once quantizers are compiled"
+QUICK_TIME = "a minute or two"
 
 
 def demo(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,11 +13,6 @@ from metis_hf.lab.analyze.analysis import Analysis
 from metis_hf.lab.analyze.measurements import Measurements, Request
 from metis_hf.lab.analyze.stored_weights import WeightSource, portrait_layers
 from metis_hf.lab.store import Store
-from metis_hf.numerics.kernels.choice import chosen_kernels, use_kernels
-
-# Compiled quantizers are several times as fast, and a minute passes until they are compiled. Fewer
-# elements than these take less than that minute.
-_WORTH_COMPILING = 1 << 29
 
 
 def analyze(
@@ -82,7 +76,7 @@ def analyze(
     console = console or Console(quiet=True)
     request = Request(source, reference, [source, *others], names, chosen, rank, ids)
     store = Store(out)
-    with store.hold(), _kernels(source, names):
+    with store.hold():
         work = Measurements(request, store, result, console)
         try:
             with work.progress():
@@ -95,15 +89,6 @@ def analyze(
             )
             raise
     return result
-
-
-@contextlib.contextmanager
-def _kernels(source: WeightSource, names: Sequence[str]) -> Iterator[None]:
-    """Run the quantizers uncompiled where the model is small; the results are equal."""
-    shapes = (source.shape(name) for name in names)
-    small = sum(rows * columns for rows, columns in shapes) < _WORTH_COMPILING
-    with use_kernels("reference" if small and chosen_kernels() is None else chosen_kernels()):
-        yield
 
 
 def _matching(source: WeightSource, layers: str | None) -> list[str]:

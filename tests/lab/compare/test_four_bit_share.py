@@ -8,7 +8,15 @@ import json
 import pytest
 
 STUDY = "four_bit_share"
-LAYERS, WIDTH, INNER, KEYS, WORDS, CONTEXT = 30, 576, 1536, 192, 49152, 2048  # SmolLM2-135M
+# SmolLM2-135M, with two of its layers.
+LAYERS, WIDTH, INNER, KEYS, WORDS, CONTEXT = 2, 576, 1536, 192, 49152, 2048
+
+
+@pytest.fixture
+def smol(study):
+    model = study.models()[0]
+    model.config.num_hidden_layers = LAYERS
+    return model
 
 
 def test_the_pages_are_the_record(study):
@@ -18,8 +26,7 @@ def test_the_pages_are_the_record(study):
     assert "".join(pages).count("<!-- four bits: ") == 3
 
 
-def test_multiply_adds_of_a_llama_by_hand(study):
-    smol = study.models()[0]
+def test_multiply_adds_of_a_llama_by_hand(study, smol):
     found = study.multiply_adds(smol, "nvfp4-rne")
     linear = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER)
     head, attention = WORDS * WIDTH, 2 * LAYERS * CONTEXT * WIDTH
@@ -31,9 +38,9 @@ def test_multiply_adds_of_a_llama_by_hand(study):
 
 
 @pytest.mark.slow
-def test_bytes_of_a_llama_by_hand(study):
+def test_bytes_of_a_llama_by_hand(study, smol):
     """Inputs in NVFP4 with factors of their own tokens, v once; only the head has a BF16 copy."""
-    smol, rank, tokens = study.models()[0], 48, study.TOKENS
+    rank, tokens = 48, study.TOKENS
     linear = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER)
     found = study.held_bytes(smol, "metis")
     inputs = (WIDTH, WIDTH, WIDTH, INNER)  # of q, k and v; of o; of gate and up; of down
@@ -47,8 +54,7 @@ def test_bytes_of_a_llama_by_hand(study):
 
 
 @pytest.mark.slow
-def test_rotations_are_no_codes_and_second_terms_are(study):
-    smol = study.models()[0]
+def test_rotations_are_no_codes_and_second_terms_are(study, smol):
     rotated, plain = (study.multiply_adds(smol, name) for name in ("nvidia", "nvfp4-rne"))
     exact = plain["exact"]
     added = (

@@ -15,6 +15,7 @@ from design import thinned
 from matplotlib.figure import Figure
 from paths import ROOT
 
+from metis_hf.lab.compare import outputs
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.fidelity import scheme_fidelity
 from metis_hf.lab.finetune_table import Measured, Outcome, markdown_tables
@@ -197,6 +198,8 @@ def test_figures_that_were_not_drawn_do_not_stay(publish, tmp_path):
 
 def test_runs_join_those_of_a_record(publish, tmp_path, monkeypatch):
     """Gaps get an interval; the runs that were there stay."""
+    monkeypatch.setattr(outputs, "count_extra", lambda model, results: {})  # takes seconds
+    monkeypatch.setattr(Figure, "savefig", draw_nothing)
     name = "real-model/continued-301k"
     old = json.loads((RESULTS / f"{name}.json").read_text())
     seeds = old["seeds"]
@@ -260,19 +263,6 @@ def test_runs_join_those_of_a_record(publish, tmp_path, monkeypatch):
     assert {s["name"]: len(s["losses"]) for s in record["summaries"]} == counts
 
 
-def test_losses_beside_published_ones_are_drawn_again(publish, tmp_path, monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", draw_nothing)
-    name = "quartet2-scaled"
-    (tmp_path / "eval/results").mkdir(parents=True)
-    shutil.copy(RESULTS / f"{name}.json", tmp_path / "eval/results")
-    page = tmp_path / "docs/beside.md"
-    page.write_text(f"<!-- published {name} -->\nold\n<!-- end -->\n")
-    publish.draw_compare(name)
-    text = (RESULTS / name / "published.md").read_text()
-    assert (tmp_path / "eval/results" / name / "published.md").read_text() == text
-    assert page.read_text() == f"<!-- published {name} -->\n{text}<!-- end -->\n"
-
-
 def test_committed_tables_are_on_pages_without_paths_of_a_machine():
     shown = "".join(page.read_text() for page in [*PAGES, ROOT / "README.md"])
     for name in NAMES:
@@ -282,6 +272,8 @@ def test_committed_tables_are_on_pages_without_paths_of_a_machine():
         places = shown.count(f"<!-- compare {name} -->")
         assert shown.count(f"<!-- compare {name} -->\n{table}<!-- end -->") == places, name
         assert places or name in UNSHOWN, name
+        if (beside := RESULTS / name / "published.md").exists():
+            assert f"<!-- published {name} -->\n{beside.read_text()}<!-- end -->" in shown
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -296,6 +288,8 @@ def test_committed_tables_are_drawn_from_their_records(name, publish, tmp_path, 
     table = (drawn / "table.md").read_text()
     assert table == (RESULTS / name / "table.md").read_text()
     assert all((drawn / file).stat().st_size for file in publish.COMPARE_FILES)
+    for beside in (RESULTS / name).glob("published.md"):
+        assert (drawn / "published.md").read_text() == beside.read_text()
     old, new = (json.loads(path.read_text()) for path in (record, drawn.with_suffix(".json")))
     assert all(f"- {finding}\n" in table for finding in old["findings"])
     losses = [[summary["losses"] for summary in each["summaries"]] for each in (old, new)]

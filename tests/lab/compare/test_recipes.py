@@ -20,6 +20,7 @@ from paths import ROOT
 from texts import documents
 
 from metis_hf import MetisTrainer, get_metis_model
+from metis_hf.data import corpus
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.cost import meta_model
@@ -42,6 +43,7 @@ def launch(tmp_path, monkeypatch, capsys):
             sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "out"), *argv]
         )
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        monkeypatch.setattr(corpus, "stdlib_documents", lambda: list(documents()))  # read once
         runpy.run_path(str(RECIPE), run_name="__main__")
         return capsys.readouterr().out
 
