@@ -317,7 +317,7 @@ def test_bad_input_is_one_line(command, message, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("given", "expected", "steps"),
     [
-        ([], "runs/demo", 250),
+        ([], "runs/demo", 220),
         (["--quick"], "runs/quick", 12),
         (["--quick", "--steps", "5", "--out", "runs/mine"], "runs/mine", 5),
     ],
