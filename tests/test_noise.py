@@ -187,14 +187,6 @@ def test_fingerprint_follows_structured_changes(shape):
     assert len({int(fingerprint(each)) for each in (x, *changed)}) == 6
 
 
-def test_halves_of_lane_hashes_put_together_are_the_hashes():
-    upper, lower = noise.lane_halves(torch.device("cpu")).to(torch.int64)
-    words = upper * 2**16 + lower
-    assert words.tolist() == [
-        hashed % 2**32 for hashed in noise.lane_hashes(torch.device("cpu")).tolist()
-    ]
-
-
 def test_constants_made_in_inference_mode_are_not_kept():
     """Autograd could not save them for a backward pass that comes later."""
     made = noise.constant(lambda size: torch.ones(size))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import llama
 from design import cases
-from layers.layer_tools import FP4_ONE_MODE, layer_of
+from layers.layer_tools import FP4_STRUCTURES, layer_of
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, reuse_weights
 from metis_hf.layers.gemm import GemmPlan
@@ -53,7 +53,7 @@ def micro_batches(layer, dtype):
 
 
 # The dtype is that of what is made of the codes.
-@cases({"scheme, mode": FP4_ONE_MODE}, rotated={"dtype": [torch.float32, torch.bfloat16]})
+@cases({"scheme, mode": FP4_STRUCTURES}, rotated={"dtype": [torch.float32, torch.bfloat16]})
 def test_reusing_changes_no_bit(scheme, mode, dtype, encodings):
     _, layer = layer_of(scheme, mode, i=64, o=48)
     every_time = ["quantize"] * 4  # fprop and dgrad of two micro-batches

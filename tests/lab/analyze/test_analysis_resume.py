@@ -14,13 +14,10 @@ from metis_hf.lab import store
 from metis_hf.lab.analyze import (
     analyze,
     capture,
-    checkpoint_analysis,
-    measurements,
     portrait,
     spectra,
 )
 from metis_hf.lab.analyze import spectrum_figures as figures
-from metis_hf.numerics.kernels.choice import chosen_kernels, use_kernels
 
 LAYERS = "layers.1.mlp"
 LINES = 3 * 3  # three layers: weight, activation, gradient
@@ -171,17 +168,3 @@ def test_layers_with_one_input_share_its_spectrum(monkeypatch):
     assert not torch.equal(last.of(x[:20]), first[:16])
     assert torch.equal(last.of(x.clone()), last.of(x))
     assert len(made) == 5
-
-
-@pytest.mark.parametrize(("asked", "runs"), [(None, "reference"), ("compiled", "compiled")])
-def test_a_small_model_waits_for_no_compiler(asked, runs, checkpoint, tmp_path, monkeypatch):
-    """Unless compiled quantizers were asked for."""
-    seen = []
-    monkeypatch.setattr(
-        measurements.Measurements, "run", lambda self: seen.append(chosen_kernels())
-    )
-    with use_kernels(asked):
-        analyze([checkpoint], tmp_path)
-        monkeypatch.setattr(checkpoint_analysis, "_WORTH_COMPILING", 1)
-        analyze([checkpoint], tmp_path)
-    assert seen == [runs, asked]
