@@ -138,37 +138,21 @@ INLINE F absolute(F a) { return number(bits(a) & 0x7fffffff); }
 INLINE F at_most(F a, float top) { return pick(a > top, all(top), a); }  // NaN stays
 INLINE I larger(I a, I b) { return pick(a > b, a, b); }
 
-// Interleave two rows: the first halves, or the second ones.
-INLINE I low(I a, I b) {
+// Interleave two rows: their first halves, or their second ones.
+INLINE I interleave(I a, I b, bool second) {
   I r;
-#if W == 16
-  r.p[0] = SHUFFLE(a.p[0], b.p[0], LOW);
-#else
-  for (int i = 0; i < N / 2; i++) {
-    r.p[2 * i] = SHUFFLE(a.p[i], b.p[i], LOW);
-    r.p[2 * i + 1] = SHUFFLE(a.p[i], b.p[i], HIGH);
+  EACH {
+    int half = i + (second ? N : 0), part = half / 2;
+    r.p[i] = half % 2 ? SHUFFLE(a.p[part], b.p[part], HIGH) : SHUFFLE(a.p[part], b.p[part], LOW);
   }
-#endif
-  return r;
-}
-INLINE I high(I a, I b) {
-  I r;
-#if W == 16
-  r.p[0] = SHUFFLE(a.p[0], b.p[0], HIGH);
-#else
-  for (int i = 0; i < N / 2; i++) {
-    r.p[2 * i] = SHUFFLE(a.p[i + N / 2], b.p[i + N / 2], LOW);
-    r.p[2 * i + 1] = SHUFFLE(a.p[i + N / 2], b.p[i + N / 2], HIGH);
-  }
-#endif
   return r;
 }
 INLINE void transpose(F *t) {
   for (int round = 0; round < 4; round++) {
     F next[16];
     for (int i = 0; i < 8; i++) {
-      next[2 * i] = number(low(bits(t[i]), bits(t[i + 8])));
-      next[2 * i + 1] = number(high(bits(t[i]), bits(t[i + 8])));
+      next[2 * i] = number(interleave(bits(t[i]), bits(t[i + 8]), false));
+      next[2 * i + 1] = number(interleave(bits(t[i]), bits(t[i + 8]), true));
     }
     for (int i = 0; i < 16; i++) t[i] = next[i];
   }
@@ -357,7 +341,8 @@ INLINE F block_amax(const F *m, int tile) {
   for (int r = 0; r < 16; r++) a[r] = bits(absolute(m[r]));
   if (tile == ROWS) {
     for (int n = 8; n; n /= 2)
-      for (int i = 0; i < n; i++) a[i] = larger(low(a[i], a[i + n]), high(a[i], a[i + n]));
+      for (int i = 0; i < n; i++)
+        a[i] = larger(interleave(a[i], a[i + n], false), interleave(a[i], a[i + n], true));
     return number(a[0]);
   }
   for (int r = 1; r < 16; r++) a[0] = larger(a[0], a[r]);
