@@ -96,13 +96,7 @@ def compiler() -> str | None:
 def run(
     variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Return one of the functions of `formulation`.
-
-    Args:
-        variant: which, and what it does.
-        key: noise key, where the variant needs one.
-        x: the first argument of the function.
-        others: tensors after it and the noise, in their order, or None.
+    """Compute what `formulation.run` does, from the same arguments.
 
     Raises:
         CompilationError: there is no library.
@@ -227,10 +221,10 @@ def load() -> ctypes.CDLL:
                 library = build(Path(folder) / "cpu.so")
                 (Path(folder) / "cpu.so").replace(file)  # others never see a half
                 return library
-        except (OSError, RuntimeError) as error:  # no folder that takes one, or no home
-            if isinstance(error, CompilationError):
-                raise
-            with tempfile.TemporaryDirectory() as folder:  # for this process alone
+        except CompilationError:
+            raise
+        except (OSError, RuntimeError):  # no folder that takes one, or no home: for this process
+            with tempfile.TemporaryDirectory() as folder:
                 return build(Path(folder) / "cpu.so")
 
 
@@ -250,7 +244,10 @@ def build(out: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     error = ""
     for native in (["-march=native"], []):  # not every compiler knows it for every processor
         command = [found, *_FLAGS, *native, *flags, str(_SOURCE), "-o", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as failure:
+            raise CompilationError(f"{found} could not be started: {failure}") from failure
         if not done.returncode:
             return _loaded(out)
         error = error or done.stderr.strip()
