@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from paths import ROOT
+from scipy import stats
 
 from metis_hf.lab.compare.published import grid
 
@@ -73,6 +74,17 @@ def test_intervals_hold_the_truth_as_often_as_they_say(law):
     # 95 % of 400 with four standard deviations of a binomial.
     assert np.all(np.abs(held / draws - 0.95) < 0.045)
     assert abs(predicted / draws - 0.95) < 0.045
+
+
+def test_one_exponent_is_that_of_an_independent_regression(law):
+    """With N held fixed the fit is a line: scipy's linregress, its error, its residual."""
+    points = [p for p in synthetic(law, (0.2, 0.0), noise=0.1) if p.width == 640]
+    x, y = np.log([p.ratio / 100 for p in points]), np.log([p.gap for p in points])
+    expected = stats.linregress(x, y)
+    found = law.least_squares(np.array([np.ones(len(x)), x]).T, y).estimate(1)
+    assert found.value == pytest.approx(expected.slope)
+    half = stats.t.ppf(0.975, len(x) - 2) * expected.stderr
+    assert found.half_width == pytest.approx(half)
 
 
 def test_each_series_has_a_level_of_its_own(law):
