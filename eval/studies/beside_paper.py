@@ -2,17 +2,15 @@
 
     python eval/studies/beside_paper.py
 
-Reads the published rows (metis_hf/lab/evaluate/paper_tables.json), the records of
-`metis-hf compare` and the table of tasks on the demo's checkpoints. Nothing is trained.
+Reads the published rows (metis_hf/lab/evaluate/paper_tables.json) and the records of
+`metis-hf compare`. Nothing is trained.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from publish import RESULTS, ROOT, page_with
@@ -30,8 +28,6 @@ HEADER = (
     *(TITLES[task] for task in PAPER_TASKS), "Avg", "Avg to its BF16",
 )  # fmt: skip
 PUBLISHED = "100B tokens"  # of every published run
-# Of the demo's checkpoints and of their scores: demo-tasks/README.md says so, its table does not.
-SCORED = "tokens of code, 1 seed, 50 items a task"
 CONTROL = "bf16"
 # Published method -> our variants of a record; a record has rows only for methods listed here.
 METHODS = {
@@ -129,43 +125,6 @@ def compared(record: dict[str, Any], names: dict[str, tuple[str, ...]]) -> list[
     return rows
 
 
-def scored(table: str, demo: dict[str, Any], names: dict[str, tuple[str, ...]]) -> list[Row]:
-    """Collect rows of a table of `metis-hf eval`: its scores, and its differences to BF16.
-
-    Args:
-        table: the file's text.
-        demo: record of the demo, whose checkpoints were scored: parameters and tokens.
-        names: published method -> rows of the table; those that it lacks are left out.
-
-    Raises:
-        ValueError: the table has other columns than the paper's.
-    """
-    parts = re.split(r"^\*\*(.+)\*\*\n", table, flags=re.MULTILINE)
-    sections = dict(zip(["Scores", *parts[1::2]], parts[::2]))
-    scores, above = (_parsed(sections[name]) for name in ("Scores", f"Difference to {CONTROL}"))
-    size, tokens = short_number(demo["parameters"]), short_number(demo["tokens"])
-    rows = []
-    for method, variants in names.items():
-        for name in (name for name in variants if name in scores):
-            loss, *cells = scores[name]
-            control = float(scores[CONTROL][0])
-            gap = "" if name == CONTROL else f"{100 * (float(loss) / control - 1):+.1f}"
-            run = f"ours: `{name}`, Llama {size}, {tokens} {SCORED}"
-            average_gap = above[name][-1] if name in above else ""
-            rows.append(Row(method, run, loss, gap, cells, average_gap))
-    return rows
-
-
-def _parsed(section: str) -> dict[str, list[str]]:
-    """Return the cells of a markdown table by its first column, without bold type."""
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    expected = ["Loss", *HEADER[4:-1]]
-    if header[1:] != expected:
-        raise ValueError(f"columns {header[1:]}, expected {expected}: update {Path(__file__).name}")
-    return {name: [cell.replace("*", "") for cell in cells] for name, *cells in rows}
-
-
 def by_method(rows: Sequence[Row]) -> list[Row]:
     """Sort rows by method, in the order in which the methods come first; published ones lead."""
     order = list(dict.fromkeys(row.method for row in rows))
@@ -176,20 +135,14 @@ def tables() -> dict[str, str]:
     """Return the text between the markers of each table of the paper."""
     record = {
         name: json.loads((RESULTS / f"{name}.json").read_text())
-        for name in (
-            "methods-tiny", "methods-tiny-metis", "methods-tiny-switch", "tiny-ablations",
-            "demo/results",
-        )
-    }  # fmt: skip
-    tasks = (RESULTS / "demo-tasks" / "table.md").read_text()
+        for name in ("methods-tiny", "methods-tiny-metis", "methods-tiny-switch", "tiny-ablations")
+    }
     main = {name: METHODS[name] for name in ("BF16", "FP4", "FP4-Metis")}
     nvidia = {name: METHODS[name] for name in ("BF16", "FP4-Metis", "FP4-Nvidia's Recipe")}
     switched = {"FP4-Nvidia's Recipe": SWITCHED}
     default = compared(record["methods-tiny-metis"], DEFAULT)
     ours = {
-        "main": compared(record["methods-tiny"], main)
-        + default
-        + scored(tasks, record["demo/results"], main | DEFAULT),
+        "main": compared(record["methods-tiny"], main) + default,
         "ablation": compared(record["tiny-ablations"], ABLATIONS),
         "nvidia": compared(record["methods-tiny"], nvidia)
         + default

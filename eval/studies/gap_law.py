@@ -32,7 +32,7 @@ from metis_hf.schemes import CONTROL
 PAGE = ROOT / "eval" / "results" / "report" / "beside-published.md"
 TARGET = RESULTS / "gap-law"
 PUBLISHED = "Quartet II's grid"
-TINY, DEMO = "methods-tiny", "demo"
+TINY = "methods-tiny"
 NOT_QUANTIZED = (CONTROL, "bf16-split")
 IN_PART = "rne-"  # schemes of training_parts.py
 # What `metis` was in records of other defaults: 32 directions of inputs and of output gradients, of
@@ -153,12 +153,12 @@ def recorded() -> list[str]:
 
 
 def our_points() -> list[Point]:
-    """Collect the comparisons and the demo on record, of schemes that quantize all operands.
+    """Collect the comparisons on record, of schemes that quantize all operands.
 
     Of a variant that several records hold at one place, the first of those with most seeds counts.
     """
     best: dict[tuple[str, int, int], tuple[int, Point]] = {}
-    for name in (*recorded(), DEMO):
+    for name in recorded():
         experiment, tokens, losses = _read(name)
         model = experiment["model"]
         place = (body_parameters(AutoConfig.for_model(**model)), model["hidden_size"], tokens)
@@ -176,10 +176,6 @@ def our_points() -> list[Point]:
 
 def _read(name: str) -> tuple[dict[str, Any], int, dict[str, dict[str, float]]]:
     """Return experiment, tokens, and variant -> seed -> loss of a record."""
-    if name == DEMO:
-        record = json.loads((RESULTS / DEMO / "results.json").read_text())
-        losses = {run["scheme"]: {"0": run["loss"]} for run in record["results"]}
-        return record["experiment"], record["tokens"], losses
     record = json.loads((RESULTS / f"{name}.json").read_text())
     losses = {summary["name"]: summary["losses"] for summary in record["summaries"]}
     return record["plan"]["experiment"], record["tokens"], losses

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metis_hf.lab.store import Store
-from metis_hf.shared.records import read_json
 
 if TYPE_CHECKING:
     from metis_hf.lab.evaluate import EvalResult
@@ -65,19 +64,14 @@ def load_result(run: Path) -> SchemeResult | None:
     Raises:
         ValueError: the file is damaged, or another version wrote it.
     """
-    path = run / RESULT_FILE
-    if not path.exists():
+    record = Store(run).find(RECORD)
+    if record is None:
         return None
-    values = read_json(path)
-    if not isinstance(values, dict) or "store" in values:
-        record = Store(run).find(RECORD)
-        assert record is not None
-        values = record.value
     try:
-        return SchemeResult(**values)  # 0.2.0 wrote no "store"
+        return SchemeResult(**record.value)
     except TypeError as error:
         raise ValueError(
-            f"{path} is not a result of this version ({error}); use the version of "
+            f"{run / RESULT_FILE} is not a result of this version ({error}); use the version of "
             "metis-hf that wrote it, or delete the file to train the run again"
         ) from None
 

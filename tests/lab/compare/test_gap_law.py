@@ -246,18 +246,6 @@ def test_rows_of_ours_say_what_was_run(beside):
         beside.compared(record, {"FP4-Metis": ("metis",)})
 
 
-def test_a_table_of_scores_is_read_as_it_is_written(beside):
-    text = (ROOT / "eval/results/demo-tasks/table.md").read_text()
-    demo = {"parameters": 715_648, "tokens": 460_800}
-    rows = beside.scored(text, demo, {"BF16": ("bf16",), "FP4": ("nvfp4",), "X": ("absent",)})
-    assert [row.method for row in rows] == ["BF16", "FP4"]
-    assert rows[0].scores[6:] == ["26.0 ±6.3", "24.0 ±2.2"]  # bold type is gone
-    assert (rows[1].loss, rows[1].gap, rows[1].average_gap) == ("5.2972", "+1.3", "-0.6 ±1.1")
-    assert "Llama 716k, 461k tokens" in rows[1].run
-    with pytest.raises(ValueError, match="update beside_paper"):
-        beside.scored(text.replace("PIQA", "Other"), demo, {"BF16": ("bf16",)})
-
-
 def test_rows_of_one_method_stand_together(beside):
     rows = [beside.Row(method, run, "", "") for method, run in ("a1", "b1", "a2", "c1", "b2")]
     assert ["".join((r.method, r.run)) for r in beside.by_method(rows)] == [

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from paths import ROOT
 
 from metis_hf.lab.compare import outputs
-from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.fidelity import scheme_fidelity
 from metis_hf.lab.finetune_table import Measured, Outcome, markdown_tables
 from metis_hf.lab.show.table import markdown_table
@@ -294,10 +293,3 @@ def test_committed_tables_are_drawn_from_their_records(name, publish, tmp_path, 
     assert all(f"- {finding}\n" in table for finding in old["findings"])
     losses = [[summary["losses"] for summary in each["summaries"]] for each in (old, new)]
     assert losses[0] == losses[1]
-
-
-def test_the_demo_of_earlier_versions_is_read():
-    record = json.loads((RESULTS / "demo/results.json").read_text())
-    results = [SchemeResult(**result) for result in record["results"]]
-    shown = (RESULTS / "demo/table.md").read_text()
-    assert all(f"| {result.scheme} | {result.loss:.4f} |" in shown for result in results)
