@@ -43,14 +43,15 @@ class Encoded(NamedTuple):
     """A matrix [t c] between quantization and use, packed.
 
     Attributes:
-        tensors: all that `decode` needs, in an order of the conditioner's own. Where FP4 units
-            multiply the codes (`Conditioner.basis`): three of the packed matrix first, and of a
-            split matrix then three for each factor, left [t k] and right [k c].
+        tensors: all that `decode` needs, in an order of the conditioner's own; None for a scale
+            that does not exist. Where FP4 units multiply the codes (`Conditioner.basis`): three of
+            the packed matrix first, and of a split matrix then three for each factor, left [t k]
+            and right [k c].
         low: the low-rank part, where encoding has computed it; `decode` does without.
         dense: the product [t c] of the low-rank part, likewise.
     """
 
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Any, ...]
     low: LowRank | None = None
     dense: Tensor | None = None
 
@@ -286,18 +287,31 @@ class AroundQuantizer(Conditioner):
         """
         return self
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         if x.numel() == 0:
             return x.to(dtype)
         own = self.for_matrix(x, key)
         quantized = quantizer(own.forward(as_fp32(x), dim=dim), dim=dim, key=key)
         return own.inverse(quantized, dim=dim).to(dtype)
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+    def parts(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> list[Part]:
         transformed = self.for_matrix(x, key).forward(as_fp32(x), dim=dim)
         return [Part(self.transformed, transformed, quantizer(transformed, dim=dim, key=key))]
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+    def encode(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> Encoded:
         transformed = self.for_matrix(x, key).forward(as_fp32(x), dim=dim)
         known = tuple(self.transformed_shape((x.shape[0], x.shape[1]), dim=dim))
         if transformed.shape != known:  # which `decode` reads
@@ -308,12 +322,22 @@ class AroundQuantizer(Conditioner):
             )
         return Encoded(pack(transformed, quantizer, dim=dim, key=key))
 
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+    def decode(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         packed, shape = Packed(*encoded.tensors), self.transformed_shape(shape, dim=dim)
         quantized = unpack(packed, quantizer, dim=dim, shape=shape)
         return self.inverse(quantized, dim=dim).to(dtype)
 
-    def codes(self, encoded, quantizer, *, dim, shape) -> tuple[Encoded, tuple[int, int]]:
+    def codes(
+        self, encoded: Encoded, quantizer: Quantizer, *, dim: int, shape: tuple[int, int]
+    ) -> tuple[Encoded, tuple[int, int]]:
         return encoded, self.transformed_shape(shape, dim=dim)
 
 

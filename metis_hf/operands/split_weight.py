@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Encoded, LowRank
-from metis_hf.operands.operand import Quantized
+from metis_hf.operands.operand import Operand, Quantized
 from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS, WeightForm
 from metis_hf.transforms import decompose_weight
 
@@ -52,21 +53,23 @@ class SplitWeight(WeightForm):
     undecayed: ClassVar[tuple[str, ...]] = ("u", "vh")
     is_split: ClassVar[bool] = True
 
-    def sized(self, out_features, in_features):
+    def sized(self, out_features: int, in_features: int) -> SplitWeight:
         gain = (out_features * in_features) ** -0.5 if self.unit_rms else 1.0
         return replace(self, gain=gain)
 
-    def shapes(self, out_features, in_features):
+    def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], ...]:
         o, i, k = out_features, in_features, self.rank
         return (o, k), (k,), (k, i), (o, i)
 
-    def dense(self, params):
+    def dense(self, params: Sequence[Tensor]) -> Tensor:
         u, s, vh, residual = params
         kind = residual.device.type if residual.device.type != "meta" else "cpu"
         with torch.autocast(kind, enabled=False):  # which would round the factors, and the sum
             return torch.addmm(residual, u * (s * self.gain), vh)
 
-    def quantize(self, params, operand, *, dim, key, dtype):
+    def quantize(
+        self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype
+    ) -> Quantized:
         if operand.quantizer is None:
             return Quantized(self.dense(tuple(p.detach() for p in params)).to(dtype))
         u, s, vh, residual = (p.detach() for p in params)
@@ -80,37 +83,51 @@ class SplitWeight(WeightForm):
         w_hat = operand.quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=minus, plus=dense)
         return Quantized(w_hat, low=low)
 
-    def encodes(self, params, operand):
+    def encodes(self, params: Sequence[Tensor], operand: Operand) -> bool:
         return super().encodes(params, operand) and not self.exact_factors
 
-    def encode(self, params, operand, *, dim, key):
+    def encode(self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key) -> Encoded:
+        quantizer = operand.quantizer
+        assert quantizer is not None
         u, s, vh, residual = (p.detach() for p in params)
         factors = (
-            *pack(u, operand.quantizer, dim=dim, key=key.fold(1)),
-            *pack(vh, operand.quantizer, dim=dim, key=key.fold(2)),
+            *pack(u, quantizer, dim=dim, key=key.fold(1)),
+            *pack(vh, quantizer, dim=dim, key=key.fold(2)),
         )
-        low = self._unpacked(factors, (u, s, vh), operand, dim=dim)
+        low = self._unpacked(factors, (u, s, vh), quantizer, dim=dim)
         dense = self._product(low)
         x, minus = self._outside(u, s, vh, residual, dense)
-        rest = pack(x, operand.quantizer, dim=dim, key=key.fold(3), minus=minus)
+        rest = pack(x, quantizer, dim=dim, key=key.fold(3), minus=minus)
         return Encoded((*rest, *factors), low, dense)
 
-    def decode(self, params, encoded, operand, *, dim, dtype):
-        low, dense = encoded.low, encoded.dense
+    def decode(
+        self,
+        params: Sequence[Tensor],
+        encoded: Encoded,
+        operand: Operand,
+        *,
+        dim: int,
+        dtype: torch.dtype,
+    ) -> Quantized:
+        quantizer, low, dense = operand.quantizer, encoded.low, encoded.dense
+        assert quantizer is not None
         if low is None:
             stored = tuple(p.detach() for p in params[:3])
-            low = self._unpacked(encoded.tensors[3:], stored, operand, dim=dim)
+            low = self._unpacked(encoded.tensors[3:], stored, quantizer, dim=dim)
         if dense is None:
             dense = self._product(low)
-        options = {"dim": dim, "shape": tuple(params[-1].shape), "dtype": dtype, "plus": dense}
-        w_hat = unpack(Packed(*encoded.tensors[:3]), operand.quantizer, **options)
+        shape = (params[-1].shape[0], params[-1].shape[1])
+        packed = Packed(*encoded.tensors[:3])
+        w_hat = unpack(packed, quantizer, dim=dim, shape=shape, dtype=dtype, plus=dense)
         return Quantized(w_hat, low=low)
 
-    def _unpacked(self, packed, stored, operand, *, dim) -> LowRank:
+    def _unpacked(
+        self, packed: Sequence[Any], stored: Sequence[Tensor], quantizer: Quantizer, *, dim: int
+    ) -> LowRank:
         """Unpack the stored factors."""
         u, s, vh = stored
         u_hat, vh_hat = (
-            unpack(Packed(*codes), operand.quantizer, dim=dim, shape=tuple(like.shape))
+            unpack(Packed(*codes), quantizer, dim=dim, shape=(like.shape[0], like.shape[1]))
             for codes, like in ((packed[:3], u), (packed[3:], vh))
         )
         return LowRank(u_hat.to(u.dtype), s * self.gain, vh_hat.to(vh.dtype))
@@ -121,11 +138,15 @@ class SplitWeight(WeightForm):
         dense = low.dense()
         return dense if dense.dtype is torch.float64 else dense.float()
 
-    def _outside(self, u, s, vh, residual, low) -> tuple[Tensor, Tensor | None]:
+    def _outside(
+        self, u: Tensor, s: Tensor, vh: Tensor, residual: Tensor, low: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return (matrix quantized outside the factors, part subtracted from it or None)."""
         return (self.dense((u, s, vh, residual)), low) if self.compensated else (residual, None)
 
-    def gradients(self, params, dw, operand, *, key):
+    def gradients(
+        self, params: Sequence[Tensor], dw: Tensor, operand: Operand, *, key: Key
+    ) -> list[Tensor]:
         # low = g u_hat diag(s) vh_hat and dL/dlow = dw:
         #   du = g dw vh_hat^T diag(s), ds = g diag(u_hat^T dw vh_hat^T), dvh = g diag(s) u_hat^T dw
         u, s, vh, residual = (p.detach() for p in params)
@@ -135,7 +156,7 @@ class SplitWeight(WeightForm):
         u_dw = (u_hat.T * self.gain) @ dw  # [k o] @ [o i] -> [k i]
         return [dw_v * s, (u_hat * dw_v).sum(0), s[:, None] * u_dw, dw]
 
-    def decompose(self, w, key):
+    def decompose(self, w: Tensor, key: Key) -> tuple[Tensor, ...]:
         u, s, vh, residual = decompose_weight(w, self.rank, key=key)
         if self.gain != 1:
             # The root of the size, not the size of the root: exact where it is a power of two.
@@ -156,7 +177,7 @@ class SplitWeight(WeightForm):
             residual = w.to(residual.dtype) - self.dense((*wide, torch.zeros_like(residual)))
         return (*factors, residual.to(dtype))
 
-    def factor_bits(self, shape, bits):
+    def factor_bits(self, shape: tuple[int, int], bits: float) -> float:
         (o, i), k = shape, self.rank
         factors = (HIGH_PRECISION_BITS if self.exact_factors else bits) * (o + i) * k
         return (factors + 32 * k) / (o * i)
@@ -166,7 +187,9 @@ class SplitWeight(WeightForm):
         u, _, vh, _ = params
         return (u, vh) if self.gain == 1 else (u / u.shape[0] ** 0.5, vh / vh.shape[1] ** 0.5)
 
-    def _factors(self, u, vh, operand, *, dim, key):
+    def _factors(
+        self, u: Tensor, vh: Tensor, operand: Operand, *, dim: int, key: Key
+    ) -> tuple[Tensor, Tensor]:
         if operand.quantizer is None or self.exact_factors:
             return u, vh
         u_hat = operand.quantizer(u, dim=dim, key=key.fold(1)).to(u.dtype)

@@ -113,22 +113,26 @@ class DenseWeight(WeightForm):
     names: ClassVar[tuple[str, ...]] = ("weight",)
     rank = None
 
-    def shapes(self, out_features, in_features):
+    def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], ...]:
         return ((out_features, in_features),)
 
-    def decompose(self, w, key):
+    def decompose(self, w: Tensor, key: Key) -> tuple[Tensor, ...]:
         return (w,)
 
-    def dense(self, params):
+    def dense(self, params: Sequence[Tensor]) -> Tensor:
         return params[0]
 
-    def quantize(self, params, operand, *, dim, key, dtype):
+    def quantize(
+        self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype
+    ) -> Quantized:
         return operand(params[0].detach(), dim=dim, key=key, dtype=dtype)
 
-    def encode(self, params, operand, *, dim, key):
+    def encode(self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key) -> Encoded:
         return operand.encode(params[0].detach(), dim=dim, key=key)
 
-    def gradients(self, params, dw, operand, *, key):
+    def gradients(
+        self, params: Sequence[Tensor], dw: Tensor, operand: Operand, *, key: Key
+    ) -> list[Tensor]:
         w = params[0].detach()
         return [operand.conditioner.weight_gradient(dw, w, operand.quantizer).to(w.dtype)]
 
@@ -160,35 +164,39 @@ class ClippedWeight(WeightForm):
     altered: ClassVar[str] = "clipped"
     rank = None
 
-    def shapes(self, out_features, in_features):
+    def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], ...]:
         return (out_features,), (out_features, in_features)
 
     def fits(self, stored: WeightForm) -> bool:
         return isinstance(stored, ClippedWeight) and self.start == stored.start
 
-    def decompose(self, w, key):
+    def decompose(self, w: Tensor, key: Key) -> tuple[Tensor, ...]:
         return w.new_zeros(w.shape[0]), w
 
-    def dense(self, params):
+    def dense(self, params: Sequence[Tensor]) -> Tensor:
         return params[1]
 
-    def quantize(self, params, operand, *, dim, key, dtype):
+    def quantize(
+        self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype
+    ) -> Quantized:
         w = params[1].detach() if operand.quantizer is None else self._clipped(params)
         return operand(w, dim=dim, key=key, dtype=dtype)
 
-    def encode(self, params, operand, *, dim, key):
+    def encode(self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key) -> Encoded:
         return operand.encode(self._clipped(params), dim=dim, key=key)
 
     def strength(self, clip: Tensor) -> Tensor:
         """Share of a block's largest magnitude that its row's weights are clipped to [o]."""
         return torch.sigmoid(self.start + clip)
 
-    def _clipped(self, params) -> Tensor:
+    def _clipped(self, params: Sequence[Tensor]) -> Tensor:
         clip, w = (p.detach() for p in params)
         blocks, _, limit = self._blocks(clip, w)
         return blocks.clamp(-limit, limit).flatten(-2)[:, : w.shape[1]]
 
-    def gradients(self, params, dw, operand, *, key):
+    def gradients(
+        self, params: Sequence[Tensor], dw: Tensor, operand: Operand, *, key: Key
+    ) -> list[Tensor]:
         clip, w = (p.detach() for p in params)
         if operand.quantizer is None:
             return [torch.zeros_like(clip), dw.to(w.dtype)]

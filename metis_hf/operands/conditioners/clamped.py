@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
@@ -63,21 +65,42 @@ class Clamped(Conditioner):
 
     alpha: float = 0.99
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         if x.numel() == 0:
             return x.to(dtype)
         clamped, sparse = self._separate(x)
         return sparse.add_to(quantizer(clamped, dim=dim, key=key).contiguous()).to(dtype)
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+    def parts(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> list[Part]:
         clamped, _ = self._separate(x)
         return [Part("clamped", clamped, quantizer(clamped, dim=dim, key=key))]
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+    def encode(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> Encoded:
         clamped, sparse = self._separate(x)
         return Encoded((*pack(clamped, quantizer, dim=dim, key=key), *sparse))
 
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+    def decode(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         packed, sparse = Packed(*encoded.tensors[:3]), Sparse(*encoded.tensors[3:])
         quantized = unpack(packed, quantizer, dim=dim, shape=shape)
         return sparse.add_to(quantized.contiguous()).to(dtype)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
@@ -26,26 +28,47 @@ class HotChannels(Conditioner):
 
     share: float = 1 / 16
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         if x.numel() == 0:
             return x.to(dtype)
         quantized, channels, residual = self._residual(x, quantizer, dim, key)
         residual_hat = quantizer(residual, dim=dim, key=key.fold(1))
         return quantized.index_add(dim, channels, residual_hat).to(dtype)
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+    def parts(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> list[Part]:
         quantized, _, residual = self._residual(x, quantizer, dim, key)
         residual_hat = quantizer(residual, dim=dim, key=key.fold(1))
         return [Part("hot residual", residual, residual_hat), Part("tensor", x, quantized)]
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+    def encode(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> Encoded:
         packed = pack(x, quantizer, dim=dim, key=key)
-        quantized = unpack(packed, quantizer, dim=dim, shape=x.shape)
+        quantized = unpack(packed, quantizer, dim=dim, shape=(x.shape[0], x.shape[1]))
         channels, residual = self._hot(x - quantized, dim)
         patch = pack(residual, quantizer, dim=dim, key=key.fold(1))
         return Encoded((*packed, *patch, channels.to(torch.int32)))
 
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+    def decode(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         *packed, channels = encoded.tensors
         quantized = unpack(Packed(*packed[:3]), quantizer, dim=dim, shape=shape)
         rows, columns = shape
@@ -57,7 +80,9 @@ class HotChannels(Conditioner):
         """Return the number of patched channels among n."""
         return min(n, 16 * max(1, -(-round(self.share * n * 1e6) // 16_000_000)))
 
-    def _residual(self, x, quantizer, dim, key) -> tuple[Tensor, Tensor, Tensor]:
+    def _residual(
+        self, x: Tensor, quantizer: Quantizer, dim: int, key: Key
+    ) -> tuple[Tensor, Tensor, Tensor]:
         quantized = quantizer(x, dim=dim, key=key)
         return quantized, *self._hot(x - quantized, dim)
 

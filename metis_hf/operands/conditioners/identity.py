@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
@@ -19,19 +21,40 @@ class Identity(Conditioner):
 
     is_direct: ClassVar[bool] = True
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         return quantizer(x, dim=dim, key=key, dtype=dtype, amax=self.tensor_amax())
 
     def basis(self, tensor: str) -> Hashable:
         return "plain"
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+    def parts(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> list[Part]:
         return [Part("tensor", x, quantizer(x, dim=dim, key=key, amax=self.tensor_amax()))]
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+    def encode(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> Encoded:
         return Encoded(pack(x, quantizer, dim=dim, key=key, amax=self.tensor_amax()))
 
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+    def decode(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         return unpack(Packed(*encoded.tensors), quantizer, dim=dim, shape=shape, dtype=dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Conditioner, Encoded, Part, as_fp32
 from metis_hf.operands.conditioners.identity import IDENTITY
@@ -48,7 +49,16 @@ class MeanRemoved(Conditioner):
     def turned(self) -> MeanRemoved:
         return replace(self, inner=self.inner.turned())
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         if x.numel() == 0:
             return x.to(dtype)
         mean = row_mean(x, row_mask)
@@ -64,9 +74,11 @@ class MeanRemoved(Conditioner):
             )
         options = _rest(dim, key, row_mask)
         rest = self.inner(as_fp32(x) - mean, quantizer, dtype=_wide(dtype), **options)
-        return _with_mean(rest, mean_hat, x.shape, dtype)
+        return _with_mean(rest, mean_hat, (x.shape[0], x.shape[1]), dtype)
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+    def parts(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> list[Part]:
         mean = row_mean(x, row_mask)
         residual = x - mean
         first = Part("mean", mean, quantizer(mean, dim=-1, key=key.fold(1)))
@@ -77,7 +89,9 @@ class MeanRemoved(Conditioner):
             ]
         return [first, *self.inner.parts(residual, quantizer, **_rest(dim, key, row_mask))]
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+    def encode(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> Encoded:
         mean = row_mean(x, row_mask)
         packed = pack(mean, quantizer, dim=-1, key=key.fold(1))
         if self.inner == IDENTITY:
@@ -87,14 +101,22 @@ class MeanRemoved(Conditioner):
         inner = self.inner.encode(as_fp32(x) - mean, quantizer, **_rest(dim, key, row_mask))
         return Encoded((*inner.tensors, *packed))
 
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+    def decode(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         *rest, codes, scale, decode = encoded.tensors
         mean_hat = unpack(Packed(codes, scale, decode), quantizer, dim=-1, shape=(1, shape[1]))
+        options: dict[str, Any] = {"dim": dim, "shape": shape}
         if self.inner == IDENTITY:
-            options = {"dim": dim, "shape": shape, "dtype": dtype}
-            return unpack(Packed(*rest), quantizer, plus=mean_hat.expand(shape), **options)
-        options = {"dim": dim, "shape": shape, "dtype": _wide(dtype)}
-        residual = self.inner.decode(Encoded(tuple(rest)), quantizer, **options)
+            plus = mean_hat.expand(shape)
+            return unpack(Packed(*rest), quantizer, dtype=dtype, plus=plus, **options)
+        residual = self.inner.decode(Encoded(tuple(rest)), quantizer, dtype=_wide(dtype), **options)
         return _with_mean(residual, mean_hat, shape, dtype)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
@@ -48,25 +49,48 @@ class Requantized(Conditioner):
     def turned(self) -> Requantized:
         return replace(self, second=self.second.turned())
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        options = {"dim": dim, "key": key, "row_mask": row_mask}
+    def __call__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        options: dict[str, Any] = {"dim": dim, "key": key, "row_mask": row_mask}
         return self.second(first_copy(x, quantizer), quantizer, dtype=dtype, **options)
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        options = {"dim": dim, "key": key, "row_mask": row_mask}
+    def parts(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> list[Part]:
+        options: dict[str, Any] = {"dim": dim, "key": key, "row_mask": row_mask}
         return self.second.parts(first_copy(x, quantizer), quantizer, **options)
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        options = {"dim": dim, "key": key, "row_mask": row_mask}
+    def encode(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> Encoded:
+        options: dict[str, Any] = {"dim": dim, "key": key, "row_mask": row_mask}
         return self.second.encode(first_copy(x, quantizer), quantizer, **options)
 
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+    def decode(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         return self.second.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
 
     def basis(self, tensor: str) -> Hashable | None:
         return self.second.basis(tensor)
 
-    def codes(self, encoded, quantizer, *, dim, shape) -> tuple[Encoded, tuple[int, int]]:
+    def codes(
+        self, encoded: Encoded, quantizer: Quantizer, *, dim: int, shape: tuple[int, int]
+    ) -> tuple[Encoded, tuple[int, int]]:
         return self.second.codes(encoded, quantizer, dim=dim, shape=shape)
 
 
