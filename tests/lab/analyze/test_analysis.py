@@ -41,13 +41,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Saving a figure is nine tenths of the time; one test looks at real ones."""
+    """Saving a figure is nine tenths of the time; a slow test looks at real ones."""
     monkeypatch.setattr(figures, "as_png", lambda figure: b"")
 
 
-@pytest.fixture(scope="module")
-def analysis(checkpoint):
-    out = checkpoint / "out"
+def analyzed(checkpoint, out):
     result = analyze(
         [checkpoint / "metis", checkpoint / "plain"],
         out,
@@ -58,6 +56,14 @@ def analysis(checkpoint):
         layers="layers.1.mlp|0.mlp.down",
     )
     return result, out
+
+
+@pytest.fixture(scope="module")
+def analysis(checkpoint):
+    """(result, directory) of an analysis whose figures are not drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "as_png", lambda figure: b"")
+        return analyzed(checkpoint, checkpoint / "out")
 
 
 @pytest.mark.parametrize(("build", "shard"), [(llama, "5GB"), (gpt2, "100KB")])
@@ -179,8 +185,8 @@ def test_captured_rows_are_the_layers_inputs_and_gradients():
 
 
 @pytest.mark.slow
-def test_every_figure_and_layer_is_on_the_page(analysis):
-    result, out = analysis
+def test_every_figure_and_layer_is_on_the_page(checkpoint, tmp_path):
+    result, out = analyzed(checkpoint, tmp_path)
     page = (out / "index.html").read_text()
     pictures = sorted(path.stem for path in (out / "figures").glob("*.png"))
     assert pictures == sorted(path.stem for path in (out / "figures").glob("*.json"))
@@ -195,6 +201,7 @@ def test_every_figure_and_layer_is_on_the_page(analysis):
     assert "http://" not in page
     assert "https://" not in page
     for name in pictures:
+        assert (out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         json.loads((out / "figures" / f"{name}.json").read_text())
 
 
