@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from lab.fidelity.measuring import settings
+from lab.show.undrawn import undrawn
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.lab.fidelity.measurements import fidelity
 
@@ -40,6 +41,11 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def measured(place, tmp_path_factory):
+    """(directory, results) of a measurement whose pictures are not drawn.
+
+    Tests that need it are in one file: each process that runs tests would make its own.
+    """
     out = tmp_path_factory.mktemp("out")
     chosen = ("nvfp4-rne", "metis", "metis-paper")
-    return out, fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
+    with undrawn():
+        return out, fidelity(settings(place, schemes=chosen, ranks=(8,)), out)

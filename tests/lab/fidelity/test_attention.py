@@ -14,6 +14,8 @@ from metis_hf import MetisConfig, get_metis_model
 from metis_hf.cli.main import main
 from metis_hf.lab.fidelity.measurements import fidelity
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 CHOICE = {"scheme": "nvfp4-rne", "attention": "nvfp4-rne"}
 CONFIG = MetisConfig(**CHOICE)
 

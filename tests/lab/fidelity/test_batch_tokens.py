@@ -9,6 +9,8 @@ from paths import ROOT
 
 from metis_hf import MetisConfig
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.fixture
 def study(monkeypatch):

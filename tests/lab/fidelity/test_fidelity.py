@@ -1,21 +1,31 @@
-"""Numbers of `metis-hf fidelity` against plain computations."""
+"""One measurement of `metis-hf fidelity`: its numbers against plain ones, its files, its reuse."""
 
 from __future__ import annotations
 
+import collections
+import json
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from lab.experts import mixtral
-from lab.fidelity.measuring import gradients, load, token_ids
+from lab.fidelity.measuring import gradients as plain_gradients
+from lab.fidelity.measuring import load, settings, token_ids
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
+from metis_hf.lab.fidelity import gradients, layer_errors, predictions
 from metis_hf.lab.fidelity.gradients import errors, mean_errors
 from metis_hf.lab.fidelity.layer_errors import KINDS, only
+from metis_hf.lab.fidelity.measurements import fidelity
+from metis_hf.lab.fidelity.scheme_fidelity import narrow_table, table
 from metis_hf.lab.fidelity.subject import converted
+from metis_hf.lab.show.progress import TaskProgress
+from metis_hf.lab.store import DamagedRecord
 from metis_hf.schemes import Role, build_scheme
 
 
@@ -49,7 +59,7 @@ class TestNumbers:
             assert found["kl"] == pytest.approx(kl.item(), rel=1e-3)
 
     def test_gradients_are_those_of_two_plain_models(self, place, measured):
-        rows = [gradients(place, scheme) for scheme in ("bf16", "nvfp4-rne")]
+        rows = [plain_gradients(place, scheme) for scheme in ("bf16", "nvfp4-rne")]
         found = measured[1][0].gradients
         for a, b, error, cosine in zip(*rows, found["error"], found["cosine"], strict=True):
             assert error == pytest.approx(((b - a).norm() / a.norm()).item())
@@ -214,3 +224,118 @@ class TestConverted:
             pass
         assert dict(metis_layers(model)) == before
         assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_divergence_in_training_is_shown_where_it_differs(measured):
+    """It differs where the forward pass rounds with noise."""
+    direct, _, random, _ = measured[1]
+    assert random.training
+    assert not direct.training
+    header, (row, other) = table([random, direct])
+    place = header.index("KL in training")
+    assert row[place] == random.kl_in_training.text(".4f") != row[place - 1]
+    assert other[place] == other[place - 1]
+    assert "KL in training" not in table([direct])[0]
+    assert "in training" in narrow_table([random])[0]
+
+
+@pytest.mark.usefixtures("no_pictures")
+class TestFiles:
+    def test_what_is_written(self, measured):
+        out, results = measured
+        assert sorted(path.name for path in out.iterdir() if path.name != ".lock") == [
+            "cost.png", "index.html", "measured", "results.json", "table.md"
+        ]  # fmt: skip
+        record = json.loads((out / "results.json").read_text())
+        assert [scheme["name"] for scheme in record["schemes"]] == [r.name for r in results]
+        assert record["missing"] == 0
+        table = (out / "table.md").read_text()
+        for result in results:
+            assert f"| {result.name} | {result.cost:.1f} |" in table
+        page = (out / "index.html").read_text()
+        assert "Layers under metis" in page
+        assert "Not complete" not in page
+
+    def test_nothing_is_measured_twice(self, place, measured, monkeypatch):
+        """And progress counts it as done."""
+        out, results = measured
+        counts = collections.Counter()
+
+        def fail(*args, **kwargs):
+            raise AssertionError("measured again")
+
+        def advance(_bars, name, *, reused=False):
+            counts[name, reused] += 1
+
+        monkeypatch.setattr(TaskProgress, "advance", advance)
+        monkeypatch.setattr(predictions, "predictions", fail)
+        monkeypatch.setattr(gradients, "run_batches", fail)
+        monkeypatch.setattr(layer_errors, "layer_errors", fail)
+        chosen = ("nvfp4-rne", "metis", "metis-paper")
+        again = fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
+        assert [r.rise.mean for r in again] == [r.rise.mean for r in results]
+        assert counts == {
+            ("loss", True): len(results) * (4 + 2),  # four batches, two kinds on one of them
+            ("gradients", True): len(results) * (2 + 3),
+            ("operands", True): len(results),
+            ("layers alone", True): 14 + 1,
+        }
+
+    def test_other_settings_cost_no_measurement(self, place, measured, tmp_path, monkeypatch):
+        """Those before are there again when their command is."""
+        out, results = measured
+        shutil.copytree(out, tmp_path / "out")
+        options = settings(place, schemes=("nvfp4-rne",), alone=(), batch=3)
+        (other,) = fidelity(options, tmp_path / "out")
+        assert other.batches != results[0].batches
+        self.test_nothing_is_measured_twice(place, (tmp_path / "out", results), monkeypatch)
+
+    def test_a_damaged_part_is_named_with_a_way_out(self, place, measured, tmp_path):
+        shutil.copytree(measured[0], tmp_path / "out")
+        (part,) = (tmp_path / "out" / "measured" / "nvfp4-rne").glob("loss*")
+        part.write_text(part.read_text()[:-20])
+        with pytest.raises(DamagedRecord, match=rf"{part} is not a whole JSON file.*; delete it"):
+            fidelity(settings(place, schemes=("nvfp4-rne",), alone=()), tmp_path / "out")
+        part.unlink()
+        (again,) = fidelity(settings(place, schemes=("nvfp4-rne",), alone=()), tmp_path / "out")
+        assert again.batches == measured[1][0].batches
+
+    def test_another_step_has_another_cost(self, place, measured, tmp_path):
+        out, (_, metis, *_) = measured
+        shutil.copytree(out, tmp_path / "out")
+        options = settings(place, schemes=("metis",), alone=(), tokens_per_step=512)
+        (again,) = fidelity(options, tmp_path / "out")
+        assert again.batches == metis.batches
+        assert again.cost > metis.cost
+
+    @pytest.mark.slow
+    def test_an_interrupted_measurement_goes_on(self, place, measured, tmp_path, monkeypatch):
+        chosen, calls = ("nvfp4-rne", "metis"), []
+        real = layer_errors.layer_errors
+
+        def interrupted(*args):
+            calls.append(args)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        monkeypatch.setattr(layer_errors, "layer_errors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fidelity(settings(place, schemes=chosen, alone=()), tmp_path)
+        assert "Not complete: 1 schemes" in (tmp_path / "index.html").read_text()
+        assert not (tmp_path / "gradients").exists()
+        results = fidelity(settings(place, schemes=chosen, alone=()), tmp_path)
+        assert len(calls) == 3
+        for mine, whole in zip(results, measured[1]):
+            assert mine.batches == whole.batches
+            assert mine.gradients == whole.gradients
+
+    def test_a_converted_checkpoint_counts_in_its_dense_weights(self, place, measured, tmp_path):
+        get_metis_model(load(place), MetisConfig(scheme="nvidia")).save_pretrained(tmp_path / "m")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "m")
+        options = replace(
+            settings(place, schemes=("nvfp4-rne",), alone=()), model=str(tmp_path / "m")
+        )
+        (result,) = fidelity(options, tmp_path / "out")
+        assert result.batches == measured[1][0].batches

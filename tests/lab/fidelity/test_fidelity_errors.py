@@ -19,6 +19,8 @@ from metis_hf.lab.fidelity.measurements import fidelity
 from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import ModelAndText
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 class TestBadInput:
     def test_the_context_of_a_composite_model_is_that_of_its_text(self, place, tmp_path):

@@ -25,6 +25,8 @@ from metis_hf.lab.fidelity.ranks import LayerRanks, _Group, _spend, allocate_ran
 from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import ModelAndText, Subject
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 RANKS = (2, 4, 8, 16)
 
 
