@@ -24,6 +24,8 @@ from metis_hf.lab.compare.data import embed, load_data
 from metis_hf.lab.compare.plan import make_plan
 from metis_hf.lab.compare.training import initial_model
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 VOCAB, LENGTH = 300, 32
 
 

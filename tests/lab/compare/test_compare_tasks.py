@@ -18,6 +18,8 @@ from metis_hf.lab.compare.command import compare_schemes
 from metis_hf.lab.compare.dispatch import slot_environment
 from metis_hf.lab.store import Store
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 MINE = {"mine": {"scheme": "nvfp4"}}
 RUN = "runs/mine/seed-0"
 
