@@ -56,12 +56,11 @@ def test_a_recorded_layer_is_the_layer(scheme, mode) -> None:
     _, layer = layer_of(scheme, mode, i=64, o=48)
     parameters, *inputs = values(layer, 0)
     recorded = record(layer, parameters, *inputs)
-    for seed in (1, 2):
-        parameters, *inputs = values(layer, seed)
-        played = recorded(*inputs, *parameters)
-        for one, other in zip(played, step(layer, parameters, *inputs), strict=True):
-            assert torch.equal(one, other)
-        assert played[1].abs().max() > 0
+    parameters, *inputs = values(layer, 1)
+    played = recorded(*inputs, *parameters)
+    for one, other in zip(played, step(layer, parameters, *inputs), strict=True):
+        assert torch.equal(one, other)
+    assert played[1].abs().max() > 0
 
 
 def test_what_python_decides_shows() -> None:

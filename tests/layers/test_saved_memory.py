@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from layers.layer_tools import (
     FP4_SCHEME_MODES,
     autocast,
+    in_one_mode,
     layer_of,
     matrix,
     of_each_kind,
@@ -89,7 +90,10 @@ def expected_bytes(layer, tokens, width):
 
 
 # What is saved is codes, whatever the dtype of x.
-@cases({"scheme, mode": FP4_SCHEME_MODES}, rotated={"dtype": [torch.float32, torch.bfloat16]})
+@cases(
+    {"scheme, mode": in_one_mode(FP4_SCHEME_MODES)},
+    rotated={"dtype": [torch.float32, torch.bfloat16]},
+)
 def test_share_of_what_linear_saves(scheme, mode, dtype):
     """At most 0.33 of nn.Linear's under bf16 autocast, at width 512; and not a byte too many.
 
