@@ -8,13 +8,13 @@ import shutil
 import sys
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from design import thinned
 from matplotlib.figure import Figure
 from paths import ROOT
 
+from lab.show.undrawn import save_nothing
 from metis_hf.lab.compare import outputs
 from metis_hf.lab.fidelity import scheme_fidelity
 from metis_hf.lab.finetune_table import Measured, Outcome, markdown_tables
@@ -28,7 +28,7 @@ NAMES = sorted(
     if table.parent.with_suffix(".json").exists()
 )
 # Whose pictures are drawn too, by default.
-PICTURED = thinned(NAMES, ("methods-tiny", "real-model/continued").__contains__)
+PICTURED = thinned(NAMES, "methods-tiny".__eq__)
 # Records whose own table stands on no page: some stand in tables of gap_by_width.py and
 # gap_by_tokens.py, one beside published losses, others in sentences of the pages.
 UNSHOWN = {
@@ -45,12 +45,21 @@ UNSHOWN = {
 }
 
 
-def draw_nothing(_, file, **__):
-    """Stand for Figure.savefig, which takes a path or an open file."""
-    if isinstance(file, str | Path):
-        Path(file).write_text("drawn")
-    else:
-        file.write(b"drawn")
+@pytest.fixture(autouse=True, scope="module")
+def counted_once():
+    """Records share models and schemes: count what a scheme adds to a model once for all."""
+    counted = {}
+    count = outputs.model_overhead
+
+    def overhead(config, metis):
+        key = config.to_json_string(), metis.to_json()
+        if key not in counted:
+            counted[key] = count(config, metis)
+        return counted[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "model_overhead", overhead)
+        yield
 
 
 @pytest.fixture
@@ -198,7 +207,7 @@ def test_figures_that_were_not_drawn_do_not_stay(publish, tmp_path):
 def test_runs_join_those_of_a_record(publish, tmp_path, monkeypatch):
     """Gaps get an interval; the runs that were there stay."""
     monkeypatch.setattr(outputs, "count_extra", lambda model, results: {})  # takes seconds
-    monkeypatch.setattr(Figure, "savefig", draw_nothing)
+    monkeypatch.setattr(Figure, "savefig", save_nothing)
     name = "real-model/continued-301k"
     old = json.loads((RESULTS / f"{name}.json").read_text())
     seeds = old["seeds"]
@@ -279,7 +288,7 @@ def test_committed_tables_are_on_pages_without_paths_of_a_machine():
 def test_committed_tables_are_drawn_from_their_records(name, publish, tmp_path, monkeypatch):
     """From the runs alone: losses, statistics, costs, order, cells and findings."""
     if name not in PICTURED:
-        monkeypatch.setattr(Figure, "savefig", draw_nothing)
+        monkeypatch.setattr(Figure, "savefig", save_nothing)
     record, drawn = RESULTS / f"{name}.json", tmp_path / "eval/results" / name
     drawn.mkdir(parents=True)
     shutil.copy(record, drawn.parent)
