@@ -89,7 +89,10 @@ def test_several_threads() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("flags", [["-mno-avx512f"], ["-mno-avx2", "-mno-avx512f"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["-mno-avx2", "-mno-avx512f"], pytest.param(["-mno-avx512f"], marks=pytest.mark.slow)],
+)
 def test_smaller_vectors(flags, tmp_path, monkeypatch) -> None:
     """The widths of registers of older x86 and of ARM, where this machine's are wider."""
     if platform.machine() not in ("x86_64", "AMD64"):
