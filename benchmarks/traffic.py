@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from metis_hf.numerics.kernels import choice, cpu, use_kernels
 
 _PICKING = ("index", "index_select", "gather")
-_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
+FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
 
 
 def multiple(call: Callable[[], object], x: Tensor, kernels_name: str) -> float:
@@ -57,7 +57,7 @@ class Count(TorchDispatchMode):
                 return out
         if name in _PICKING:  # reads what it picks, not all that it may pick from
             self.bytes += size_of((args[1:], kwargs or {})) + 2 * size_of(out)
-        elif not func.is_view and name not in _FREE:
+        elif not func.is_view and name not in FREE:
             self.bytes += size_of((args, kwargs or {})) + size_of(out)
         return out
 

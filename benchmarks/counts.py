@@ -1,0 +1,151 @@
+"""Counts what a layer starts on a CUDA device, forward and backward, on a machine without one.
+
+    python benchmarks/counts.py            # half a minute
+
+The layer takes the way of a CUDA device, in bf16, with the CPU's operations, and no Triton kernel
+is launched: what kernels would write stays as it was allocated. Launches are counted by kernel,
+torch's operations by name: each that is not a view and does not merely allocate counts one, also
+where torch starts several kernels for it. So a GPU's profiler sees a little more: cuBLAS clears a
+workspace before a GEMM, and a Cholesky factor takes three kernels. The time is that of a small
+layer, nearly all of it Python's and the dispatcher's, without what Triton takes for a launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import layer
+import torch
+import triton
+from timing import short, table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from traffic import FREE
+
+from metis_hf import MetisConfig, noise
+from metis_hf.layers.make import convert_linear
+from metis_hf.numerics.kernels import choice, triton_noise
+
+SHAPE = (2048, 768, 768)  # tokens, in_features, out_features
+TIMED_SHAPE = (64, 64, 64)
+SCHEMES = (layer.NN_LINEAR, "nvfp4-rne", "w4a4", "nvidia", "four-over-six", "quartet2", "metis")
+ROUNDS = 20
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that start a kernel, by name, and launches of Triton's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch: Counter[str] = Counter()
+        self.triton: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in FREE:
+            self.torch[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        """Launches and operations together."""
+        return self.torch.total() + self.triton.total()
+
+
+@contextlib.contextmanager
+def on_cuda(count: Launches | None = None) -> Iterator[None]:
+    """Let tensors on the CPU take the way of a CUDA device; launch nothing."""
+    mm, kernels_for = torch.mm, choice.kernels_for
+
+    def launch(kernel: triton.JITFunction, *args: object, **options: object) -> None:
+        if count is not None:
+            count.triton[kernel.__name__] += 1
+
+    def product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        if out_dtype is None:
+            return mm(a, b)
+        if count is not None:  # CPUs have none
+            count.torch["mm"] += 1
+        return torch.empty(len(a), b.shape[1], dtype=out_dtype)
+
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: object, name: str, other: object) -> None:
+            stack.enter_context(mock.patch.object(owner, name, other))
+
+        for module in list(sys.modules.values()):
+            if vars(module).get("kernels_for") is kernels_for:
+                replace(module, "kernels_for", lambda *tensors: "triton")
+        replace(noise, "_on_host", lambda data: False)
+        replace(noise, "_one_launch", lambda x: triton_noise)
+        replace(triton.JITFunction, "run", launch)
+        replace(torch, "mm", product)
+        if count is not None:
+            stack.enter_context(count)
+        yield
+
+
+def step_of(scheme: str, shape: tuple[int, int, int] = SHAPE) -> Callable[[], None]:
+    """Forward and backward of one layer, whose input is another tensor in each call."""
+    tokens, inputs, outputs = shape
+    module: torch.nn.Module = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+    if scheme != layer.NN_LINEAR:
+        module = convert_linear(module, MetisConfig(scheme=scheme), name="layer").train()
+    dy = torch.empty(tokens, outputs, dtype=torch.bfloat16)
+
+    def step() -> None:
+        x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
+        module(x).backward(dy)
+        module.zero_grad()
+
+    return step
+
+
+def launches(scheme: str, shape: tuple[int, int, int] = SHAPE) -> Launches:
+    """Count one step after the first, which makes constants."""
+    step, count = step_of(scheme, shape), Launches()
+    with on_cuda():
+        step()
+    with on_cuda(count):
+        step()
+    return count
+
+
+def python_ms(
+    scheme: str, shape: tuple[int, int, int] = TIMED_SHAPE, rounds: int = ROUNDS
+) -> float:
+    """Time a step; the fastest of some, since others only disturb."""
+    step, times = step_of(scheme, shape), []
+    with on_cuda():
+        for _ in range(rounds):
+            started = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - started)
+    return min(times) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("schemes", nargs="*", default=SCHEMES)
+    parser.add_argument("--names", action="store_true", help="also each kernel and operation")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for scheme in args.schemes:
+        count = launches(scheme)
+        started = count.triton.total(), count.torch.total(), count.total
+        rows.append([scheme, *started, short(python_ms(scheme))])
+        if args.names:
+            named = [*count.triton.most_common(), *count.torch.most_common()]
+            print(f"{scheme}: {', '.join(f'{number} {name}' for name, number in named)}")
+    print(table(["scheme", "Triton", "torch", "together", "Python, ms"], rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Launches of one layer on a CUDA device, forward and backward, counted without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="triton is not installed, or interprets kernels",
+)
+# An H200's profiler saw the same numbers, and four more: a copy of the input by the script, and
+# three of cuBLAS. Under "metis" it saw 200 more, for Cholesky factors and small solves.
+MOST = {
+    "nn.Linear": 3,
+    "nvfp4-rne": 23,
+    "w4a4": 38,
+    "nvidia": 35,
+    "four-over-six": 35,
+    "quartet2": 430,
+    "metis": 350,
+}
+
+
+@pytest.mark.parametrize("scheme", MOST)
+def test_launches_of_a_layer(scheme) -> None:
+    import counts
+
+    found = counts.launches(scheme)
+    assert 3 <= found.total <= MOST[scheme], (found.triton, found.torch)
+    assert found.triton["quantize"] >= 3 or scheme == "nn.Linear"
