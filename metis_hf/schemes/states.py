@@ -165,13 +165,15 @@ class StaticScales(LayerState):
     @staticmethod
     def _note(buffers: Mapping[str, Tensor], own: Tensor) -> None:
         known = buffers["input_amax"]
-        known.copy_(_until_frozen(buffers, torch.maximum(known, own), known))
+        fixed = buffers["scales_frozen"] > 0
+        known.copy_(torch.where(fixed, known, torch.maximum(known, own)))
 
     @staticmethod
     def _of_call(buffers: Mapping[str, Tensor], own: Tensor, weight: Tensor) -> TensorAmax:
+        fixed, of_weight = buffers["scales_frozen"] > 0, largest_magnitude(weight)
         return TensorAmax(
-            _until_frozen(buffers, own, buffers["input_amax"]),
-            _until_frozen(buffers, largest_magnitude(weight), buffers["weight_amax"]),
+            torch.where(fixed, buffers["input_amax"], own),
+            torch.where(fixed, buffers["weight_amax"], of_weight),
         )
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
@@ -179,11 +181,6 @@ class StaticScales(LayerState):
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         for layer, amax in zip(layers.values(), largest):
             layer.buffers["input_amax"].copy_(amax)
-
-
-def _until_frozen(buffers: Mapping[str, Tensor], own: Tensor, fixed: Tensor) -> Tensor:
-    """Return `own` until the scales are frozen, and `fixed` from then on."""
-    return torch.where(buffers["scales_frozen"] > 0, fixed, own)
 
 
 # The last reading of each flag.
@@ -224,7 +221,9 @@ def largest_magnitude(x: Tensor) -> Tensor:
     """Return the largest magnitude of a tensor, 0-dim fp32; 0 of an empty or not finite one."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
-    return finite_or(torch.linalg.vector_norm(x, torch.inf).float(), 0.0)
+    kind = torch.float64 if x.dtype is torch.float64 else torch.float32
+    largest = torch.linalg.vector_norm(x, torch.inf, dtype=kind).float()
+    return torch.nan_to_num(largest, nan=0.0, posinf=0.0)
 
 
 @dataclass(frozen=True)
