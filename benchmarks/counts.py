@@ -58,14 +58,32 @@ class Launches(TorchDispatchMode):
         return self.torch.total() + self.triton.total()
 
 
+class Compiled:
+    """Stands for a compiled kernel, which `on_cuda` counts and does not launch."""
+
+    def __init__(self, kernel: triton.JITFunction) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Compiled:
+        return self
+
+    def __call__(self, *args: object) -> None:
+        raise AssertionError("launched outside of `on_cuda`")
+
+
 @contextlib.contextmanager
 def on_cuda(count: Launches | None = None) -> Iterator[None]:
     """Let tensors on the CPU take the way of a CUDA device; launch nothing."""
     mm, kernels_for = torch.mm, choice.kernels_for
 
-    def launch(kernel: triton.JITFunction, *args: object, **options: object) -> None:
+    def launch(kernel: triton.JITFunction, *args: object, **options: object) -> Compiled:
         if count is not None:
             count.triton[kernel.__name__] += 1
+        return Compiled(kernel)
+
+    def launch_compiled(compiled: Compiled, *args: object) -> None:
+        if count is not None:
+            count.triton[compiled.kernel.__name__] += 1
 
     def product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if out_dtype is None:
@@ -85,6 +103,7 @@ def on_cuda(count: Launches | None = None) -> Iterator[None]:
         replace(noise, "_on_host", lambda data: False)
         replace(noise, "_one_launch", lambda x: triton_noise)
         replace(triton.JITFunction, "run", launch)
+        replace(Compiled, "__call__", launch_compiled)
         replace(torch, "mm", product)
         if count is not None:
             stack.enter_context(count)

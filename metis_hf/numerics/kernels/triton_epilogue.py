@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from metis_hf.numerics.kernels.triton_direct import launch
 from metis_hf.numerics.kernels.triton_numbers import bits_of, cast
 
 _TILE = 4096  # elements of a program
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -72,18 +74,19 @@ def finish_product(out: Tensor, scales: Sequence[Tensor], bias: Tensor | None) -
     first, second = (*scales, None, None)[:2]
     count, columns = out.numel(), out.shape[1]
     with torch.cuda.device_of(out):
-        finish[(triton.cdiv(count, _TILE),)](
-            out,
-            None if first is None else first.contiguous(),
-            None if second is None else second.contiguous(),
-            None if bias is None else bias.contiguous(),
-            count,
-            columns,
+        launch(
+            finish,
+            (triton.cdiv(count, _TILE),),
+            _OPTIONS,
+            out_ptr=out,
+            first_ptr=None if first is None else first.contiguous(),
+            second_ptr=None if second is None else second.contiguous(),
+            bias_ptr=None if bias is None else bias.contiguous(),
+            count=count,
+            columns=columns,
             FIRST=_kind(first),
             SECOND=_kind(second),
             TILE=_TILE,
-            num_warps=8,
-            enable_fp_fusion=False,
         )
 
 

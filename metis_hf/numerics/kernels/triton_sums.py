@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics.kernels.triton_direct import launch
 from metis_hf.numerics.kernels.triton_numbers import bits_of, cast
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
@@ -82,14 +83,21 @@ def sum_rows(
     columns = x.shape[1]
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
     out = torch.empty(sums, columns, dtype=dtype, device=x.device)
+    shift0, shift1 = noise.static_words(shifts)
+    sign0, sign1 = noise.static_words(signs)
     with torch.cuda.device_of(x):
-        add_rows[(sums, triton.cdiv(columns, _COLUMNS))](
-            x,
-            None if mask is None else mask.view(torch.uint8),
-            out,
-            signs.data,
-            *noise.static_words(shifts),
-            *noise.static_words(signs),
+        launch(
+            add_rows,
+            (sums, triton.cdiv(columns, _COLUMNS)),
+            {"enable_fp_fusion": False},
+            x_ptr=x,
+            mask_ptr=None if mask is None else mask.view(torch.uint8),
+            out_ptr=out,
+            data_ptr=signs.data,
+            shift0=shift0,
+            shift1=shift1,
+            sign0=sign0,
+            sign1=sign1,
             rows=x.shape[0],
             columns=columns,
             sums=sums,
@@ -98,6 +106,5 @@ def sum_rows(
             column_stride=x.stride(1),
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
-            enable_fp_fusion=False,
         )
     return out
