@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from design import cases
 from layers.layer_reference import (
     Recording,
     array,
@@ -63,15 +64,7 @@ def test_copies_per_gemm_have_no_shared_mode():
             build_scheme(MetisConfig(scheme=scheme, operand_mode="shared"), IN, OUT)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "mode", "ranks"),
-    [
-        (*pair, ranks)
-        for pair in ALL_MODES
-        for ranks in RANKS
-        if has_rank(pair[0]) or ranks == "thin"
-    ],
-)
+@cases({"scheme, mode": ALL_MODES}, rotated={"ranks": list(RANKS)})
 def test_layers_do_what_the_table_says(scheme, mode, ranks):
     """Every quantization of a layer, and its results, against float64 by the table."""
     layer, x, dy, calls, results = run(scheme, mode, **NEAREST, **RANKS[ranks])
