@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Compiling a quantizer takes seconds; tests/numerics/kernels shows that results are the same.
+# Single operators are tested as torch runs them; tests/numerics/kernels shows that kernels agree.
 os.environ.setdefault("METIS_KERNELS", "reference")
 
 import design
@@ -19,6 +22,8 @@ import transformers
 from torch.utils import collect_env
 from transformers.utils import logging
 
+from metis_hf.numerics.kernels import use_kernels
+
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
@@ -26,6 +31,7 @@ logging.set_verbosity_error()
 collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
 
 VOCAB = 256
+WHOLE_MODELS = {"conversion", "deploy", "lab", "training"}  # rooms of the package
 ENVIRONMENT = os.environ
 
 
@@ -33,6 +39,14 @@ ENVIRONMENT = os.environ
 def one_environment() -> None:
     """Put os.environ back: datasets replaces it when it maps in processes, rich keeps the first."""
     os.environ = ENVIRONMENT  # noqa: B003
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_of_users(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run whole models with the kernels that users get: they take half the time."""
+    room = request.path.relative_to(Path(__file__).parent).parts[0]
+    with use_kernels(None) if room in WHOLE_MODELS else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -39,7 +39,7 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def measured(place, tmp_path_factory):
     """(directory, results) of a measurement whose pictures are not drawn.
 

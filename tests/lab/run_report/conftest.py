@@ -10,6 +10,7 @@ import transformers
 from conftest import VOCAB, llama
 
 from metis_hf import MetisCallback, MetisConfig, PrecisionSchedule, get_metis_model
+from metis_hf.numerics.kernels import use_kernels
 
 
 def _train(folder, scheme="metis", broken=False, resume=None, schedule=True, stop=None, **changes):
@@ -65,7 +66,8 @@ def train():
 def trained(tmp_path_factory):
     """(directory, trainer) of a finished run; tests that change files take a copy."""
     folder = tmp_path_factory.mktemp("run")
-    return folder, _train(folder)
+    with use_kernels(None):
+        return folder, _train(folder)
 
 
 @pytest.fixture
