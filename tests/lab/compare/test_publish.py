@@ -29,6 +29,8 @@ NAMES = sorted(
 )
 # Whose pictures are drawn too, by default.
 PICTURED = thinned(NAMES, "methods-tiny".__eq__)
+# The model of real-model/continued under other settings: as slow, and much the same.
+REPEATED = ("real-model/continued-300k", "real-model/continued-301k")
 # Records whose own table stands on no page: some stand in tables of gap_by_width.py and
 # gap_by_tokens.py, one beside published losses, others in sentences of the pages.
 UNSHOWN = {
@@ -284,7 +286,10 @@ def test_committed_tables_are_on_pages_without_paths_of_a_machine():
             assert f"<!-- published {name} -->\n{beside.read_text()}<!-- end -->" in shown
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in NAMES],
+)
 def test_committed_tables_are_drawn_from_their_records(name, publish, tmp_path, monkeypatch):
     """From the runs alone: losses, statistics, costs, order, cells and findings."""
     if name not in PICTURED:
