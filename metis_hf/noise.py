@@ -43,18 +43,23 @@ class Key(NamedTuple):
     Attributes:
         static: 32 bits known to the host; folding costs nothing on the device.
         data: 0-dim int32 tensor known to the device only (a fingerprint), or None.
+        scratch: memory of the call that the key belongs to, for kernels; noise does not depend on
+            it.
     """
 
     static: int
     data: Tensor | None = None
+    scratch: Any = None
 
     def fold(self, part: int) -> Key:
         """Return another key, for another use of noise in the same call."""
-        return Key(_mix(self.static ^ (part * 0x9E3779B1 & _MASK32)), self.data)
+        # Spelled out: torch.compile of 2.8 does not trace into `_replace`.
+        return Key(_mix(self.static ^ (part * 0x9E3779B1 & _MASK32)), self.data, self.scratch)
 
     def with_data(self, data: Tensor) -> Key:
         """Return this key made to depend on `data` (0-dim int32) too."""
-        return Key(self.static, data if self.data is None else self.data + data)
+        data = data if self.data is None else self.data + data
+        return Key(self.static, data, self.scratch)
 
 
 def data_on_host(key: Key) -> int | None:
@@ -144,6 +149,20 @@ def fingerprint(x: Tensor) -> Tensor:
         hashed = _hash(sample.numpy() ^ index.numpy())
         return torch.tensor(hashed.sum(dtype=np.int32), device="cpu")
     return _hash(sample ^ index).sum(dtype=torch.int32)
+
+
+def fingerprints(x: Tensor, other: Tensor, added: int) -> tuple[Any, ...] | None:
+    """Take the fingerprints of two tensors in one launch, where that is possible; else None.
+
+    Returns:
+        (fingerprint of x, fingerprint of the other, their sum, each fingerprint plus the int32
+        `added`; the other's without; the call's scratch memory).
+    """
+    kernels = _one_launch(x.detach())
+    if kernels is None or not (x.numel() and other.numel()) or x.device != other.device:
+        return None
+    known = x.dtype in kernels.DTYPES and other.dtype in kernels.DTYPES
+    return kernels.fingerprints(x.detach(), other.detach(), added) if known else None
 
 
 def samples(x: Tensor) -> Tensor:
@@ -360,6 +379,15 @@ def uniform(
     rows = size.numel() // width if width else 0
     u = to_uniform(random_bits(rows * padded, key, device))
     return u.view(rows, padded)[:, :width].reshape(size)
+
+
+def signs(count: int, key: Key) -> Tensor:
+    """Return `count` random signs +-1, fp32, where the data of the key is."""
+    assert key.data is not None
+    kernels = _one_launch(key.data)
+    if kernels is not None:
+        return kernels.uniform(torch.Size((count,)), key, key.data.device, signs=True)
+    return 1.0 - 2.0 * (random_bits(count, key, key.data.device) < 0)
 
 
 def key_from_generator(generator: torch.Generator | None, device: torch.device) -> Key:

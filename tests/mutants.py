@@ -141,8 +141,8 @@ MUTANTS = [
        NOISE),
     _m("noise-bits", "noise.py", "bitwise_right_shift(8).float().mul_(2.0**-24)",
        "bitwise_right_shift(16).float().mul_(2.0**-16)", "noise has 16 bits", STOCHASTIC, NOISE),
-    _m("fold-data", "noise.py", "part * 0x9E3779B1 & _MASK32)), self.data)",
-       "part * 0x9E3779B1 & _MASK32)), None)", "folded keys forget the tensors", NOISE),
+    _m("fold-data", "noise.py", "part * 0x9E3779B1 & _MASK32)), self.data, self.scratch)",
+       "part * 0x9E3779B1 & _MASK32)), None, self.scratch)", "folded keys forget tensors", NOISE),
     _m("fingerprint-places", "noise.py", "% (behind - first)", "% 1",
        "fingerprints see one column of a matrix", NOISE),
     # --- storage

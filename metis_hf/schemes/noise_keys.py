@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from metis_hf.noise import Key, fingerprint
+from metis_hf.noise import Key, fingerprint, fingerprints
 from metis_hf.schemes.roles import Role
 
 _COORDINATES = 32  # and the role: folded into a correction's key, as 16 and the role for operands
@@ -49,10 +49,20 @@ class CallKeys:
         rank: int = 0,
         trains: bool = True,
     ) -> None:
-        data, self.mark = _of_rank(fingerprint(x), rank), fingerprint(weight)
-        self.weight_key = layer_key.with_data(_of_rank(self.mark, rank))
-        self.input_key = (input_key or layer_key).with_data(data)
-        self.call_key = self.weight_key.with_data(data)
+        input_key = input_key or layer_key
+        found = None
+        if layer_key.data is None and input_key.data is None:
+            found = fingerprints(x, weight, _added(rank))
+        if found is None:
+            data, self.mark = _of_rank(fingerprint(x), rank), fingerprint(weight)
+            self.weight_key = layer_key.with_data(_of_rank(self.mark, rank))
+            self.input_key = input_key.with_data(data)
+            self.call_key = self.weight_key.with_data(data)
+        else:
+            data, own, both, self.mark, scratch = found
+            self.weight_key = Key(layer_key.static, own, scratch)
+            self.input_key = Key(input_key.static, data, scratch)
+            self.call_key = Key(layer_key.static, both, scratch)
         self.trains = trains
 
     def __getitem__(self, role: Role) -> Key:
@@ -75,4 +85,8 @@ class CallKeys:
 
 def _of_rank(data: Tensor, rank: int) -> Tensor:
     """Return a fingerprint, 0-dim int32, that differs between processes; of rank 0 as it is."""
-    return data + (rank * 0x9E3779B1 & 0x7FFFFFFF) if rank else data
+    return data + _added(rank) if rank else data
+
+
+def _added(rank: int) -> int:
+    return rank * 0x9E3779B1 & 0x7FFFFFFF

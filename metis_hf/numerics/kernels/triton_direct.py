@@ -69,7 +69,7 @@ def _kind(parameter: Any) -> int:
 
 
 def _described(value: Any, kind: int) -> Hashable:
-    """Return what a compiled kernel depends on of an argument."""
+    """Return the properties of an argument that compiled code depends on."""
     if isinstance(value, Tensor):
         return value.dtype, value.get_device(), value.data_ptr() % _ALIGNED == 0
     if value is None or kind == _CONSTANT:

@@ -20,6 +20,8 @@ from metis_hf.numerics.formats import SCALE_E4M3
 from metis_hf.numerics.kernels import triton_kernels, triton_numbers
 from metis_hf.numerics.kernels.formulation import BLOCK
 from metis_hf.numerics.kernels.layout import Packed, form_of, in_row_blocks, packed_form, readable
+from metis_hf.numerics.kernels.scratch import Scratch
+from metis_hf.numerics.kernels.triton_direct import launch
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import (
@@ -35,7 +37,7 @@ __all__ = ["fake_quantize", "missing", "pack", "store", "unpack"]
 
 # Elements of a program's tile, as squares of 16 x 16.
 _TILE_BLOCKS, _AMAX_TILE_BLOCKS = 8, 32
-_WARPS = 4
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _OLDEST = 3, 6  # before, `div_rn` flushes subnormal numbers to zero
 
 
@@ -93,7 +95,7 @@ def fake_quantize(
     minus, plus = (None if t is None else t.contiguous() for t in (minus, plus))
     matrix = _matrix(x, choices)
     values = torch.empty(matrix.shape, dtype=dtype, device=x.device)
-    outer = _outer_of(x, choices, minus, amax)
+    outer = _outer_of(x, choices, minus, amax, scratch=_scratch_of(key))
     _write(matrix, choices, key, outer, values, minus=minus, plus=None if same else plus)
     apart = None if scaled else outer.decode
     if apart is not None and choices.by_row:
@@ -149,7 +151,8 @@ def pack(
     codes = torch.empty(rows * columns // (2 * run), run, dtype=torch.uint8, device=x.device)
     blocks = rows if not choices.rows else rows // BLOCK * columns
     scale = codes.new_empty(blocks // BLOCK if choices.lanes and choices.rows else blocks)
-    outer = _outer_of(x, choices, None if minus is None else minus.contiguous(), amax)
+    whole = None if minus is None else minus.contiguous()
+    outer = _outer_of(x, choices, whole, amax, scratch=_scratch_of(key))
     _write(matrix, choices, key, outer, codes, scale, minus=lower)
     decode = outer.decode.view(-1, 1) if outer.decode is not None and by_row else outer.decode
     return Packed(codes, scale.view(SCALE_E4M3.dtype), decode)
@@ -178,7 +181,7 @@ def unpack(
             triton_kernels.unpack,
             _TILE_BLOCKS,
             values,
-            first=(codes, packed.scale.view(torch.uint8)),
+            first={"codes_ptr": codes, "scale_ptr": packed.scale.view(torch.uint8)},
             decode_ptr=decode,
             plus_ptr=added,
             out_ptr=values,
@@ -231,8 +234,17 @@ class _Outer(NamedTuple):
     per_row: int = 1
 
 
+def _scratch_of(key: noise.Key | int | None) -> Scratch | None:
+    return key.scratch if isinstance(key, noise.Key) else None
+
+
 def _outer_of(
-    x: Tensor, choices: _Choices, minus: Tensor | None = None, given: Tensor | None = None
+    x: Tensor,
+    choices: _Choices,
+    minus: Tensor | None = None,
+    given: Tensor | None = None,
+    *,
+    scratch: Scratch | None = None,
 ) -> _Outer:
     """Find the largest magnitudes of x - minus that outer scales are made of, if there are any.
 
@@ -241,6 +253,7 @@ def _outer_of(
         choices: what scales there are.
         minus: contiguous, of the shape of `x`.
         given: the largest magnitude, where it is known.
+        scratch: of the call, which remembers magnitudes of whole tensors.
     """
     if not choices.two_level:
         return _Outer()
@@ -249,8 +262,14 @@ def _outer_of(
     decode = torch.empty(shape, dtype=torch.float32, device=x.device)
     if given is not None:
         return _Outer(given.view(torch.int32), decode)
+    of_call = None if choices.by_row or minus is not None else scratch
+    known = None if of_call is None else of_call.amax(x)
+    if known is not None:
+        return _Outer(known, decode)
     matrix = readable(matrix)
-    amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
+    amax = None if choices.by_row or scratch is None else scratch.zero()
+    if amax is None:
+        amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(matrix):
         _launch(
             triton_kernels.find_amax,
@@ -260,6 +279,8 @@ def _outer_of(
             amax_ptr=amax,
             BY_ROW=choices.by_row,
         )
+    if of_call is not None:
+        of_call.keep(x, amax)
     per_row = _blocks_in(x.shape[-1])
     return _Outer(amax, decode, amax.numel() * per_row, per_row)
 
@@ -310,24 +331,25 @@ def _launch(
     kernel: triton.JITFunction,
     tile_blocks: int,
     matrix: Tensor,
-    first: tuple[Tensor, ...] | None = None,
+    first: dict[str, Tensor] | None = None,
     **arguments: object,
 ) -> None:
     """Run a kernel over all tiles of a matrix, which it reads unless something else comes first."""
     rows, columns = matrix.shape
     if first is None:
-        first = (matrix,)
+        first = {"x_ptr": matrix}
         arguments |= {"row_stride": matrix.stride(0), "column_stride": matrix.stride(1)}
     down, across = _blocks_in(rows), _blocks_in(columns)
     wide = min(tile_blocks, triton.next_power_of_2(across))
     high = tile_blocks // wide
-    kernel[(-(-down // high) * -(-across // wide),)](
-        *first,
+    launch(
+        kernel,
+        (-(-down // high) * -(-across // wide),),
+        _OPTIONS,
+        **first,
         rows=rows,
         columns=columns,
         GR=high,
         GC=wide,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
         **arguments,
     )

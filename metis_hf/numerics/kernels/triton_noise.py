@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics.kernels.scratch import FINGERPRINTS, WORDS, Scratch
+from metis_hf.numerics.kernels.triton_direct import launch
 from metis_hf.numerics.kernels.triton_numbers import bits_of, hash_bits
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
@@ -23,18 +25,20 @@ _LANES = tl.constexpr(noise._LANES)
 
 
 @triton.jit(do_not_specialize=["word0", "word1", "count", "width"])
-def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr):
-    """Write uniform numbers to `count` elements in rows of `width`."""
+def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr, SIGNS: tl.constexpr):
+    """Write uniform numbers, or with SIGNS +-1, to `count` elements in rows of `width`."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row, column = at // width, at % width
     index = row * tl.cdiv(width, _LANES) + column // _LANES
     value = uniform_at(index, column % _LANES, (data_ptr, word0, word1))
+    if SIGNS:
+        value = tl.where(value < 0.5, -1.0, 1.0)
     tl.store(out_ptr + at, value, mask=at < count)
 
 
-@triton.jit(do_not_specialize=["count"])
-def hash_samples(x_ptr, out_ptr, count, SAMPLES: tl.constexpr):
-    """Write the sum of hashes of samples of `count` elements, each mixed with its number."""
+@triton.jit
+def _hash_of(x_ptr, count, SAMPLES: tl.constexpr):
+    """Add up hashes of samples of `count` elements, each mixed with its number."""
     number = tl.arange(0, SAMPLES)
     own = hash_bits(number)
     samples = tl.minimum(count, SAMPLES)
@@ -44,26 +48,96 @@ def hash_samples(x_ptr, out_ptr, count, SAMPLES: tl.constexpr):
     shift = (own.to(tl.int64) & 0xFFFFFFFF) % (behind - first)  # as `noise` has it
     bits = bits_of(tl.load(x_ptr + first + shift, mask=inside, other=0.0))
     hashes = tl.where(inside, hash_bits(bits ^ own), 0)
-    tl.store(out_ptr, tl.sum(hashes.to(tl.int64), 0).to(tl.int32))  # int64: no overflow
+    return tl.sum(hashes.to(tl.int64), 0).to(tl.int32)  # int64: no overflow
 
 
-def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
-    """See `noise.uniform`; at most 2^31 - 1 elements, none without."""
+@triton.jit(do_not_specialize=["count"])
+def hash_samples(x_ptr, out_ptr, count, SAMPLES: tl.constexpr):
+    """Write the hash of a tensor of `count` elements."""
+    tl.store(out_ptr, _hash_of(x_ptr, count, SAMPLES))
+
+
+@triton.jit(do_not_specialize=["x_count", "other_count", "added"])
+def hash_both(
+    x_ptr,
+    other_ptr,
+    out_ptr,
+    x_count,
+    other_count,
+    added,
+    SAMPLES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Write the words that `fingerprints` has of two tensors, and zeros behind them."""
+    other = _hash_of(other_ptr, other_count, SAMPLES)
+    first = tl.add(_hash_of(x_ptr, x_count, SAMPLES), added, sanitize_overflow=False)
+    second = tl.add(other, added, sanitize_overflow=False)
+    both = tl.add(first, second, sanitize_overflow=False)
+    place = tl.arange(0, WORDS)
+    word = tl.where(place == 0, first, tl.where(place == 1, second, 0))
+    word = tl.where(place == 2, both, tl.where(place == 3, other, word))
+    tl.store(out_ptr + place, word)
+
+
+def uniform(
+    shape: torch.Size, key: noise.Key, device: torch.device, *, signs: bool = False
+) -> Tensor:
+    """See `noise.uniform` or `noise.signs`; at most 2^31 - 1 elements, none without."""
     out = torch.empty(shape, dtype=torch.float32, device=device)
     count, width = out.numel(), shape[-1] if shape else 1
     word0, word1 = noise.static_words(key)
     with torch.cuda.device_of(out):
-        draw[(triton.cdiv(count, _TILE),)](
-            out, key.data, word0, word1, count, width, TILE=_TILE, enable_fp_fusion=False
+        launch(
+            draw,
+            (triton.cdiv(count, _TILE),),
+            {"enable_fp_fusion": False},
+            out_ptr=out,
+            data_ptr=key.data,
+            word0=word0,
+            word1=word1,
+            count=count,
+            width=width,
+            TILE=_TILE,
+            SIGNS=signs,
         )
     return out
 
 
 def fingerprint(x: Tensor) -> Tensor:
     """See `noise.fingerprint`; x is not empty, of a dtype in `DTYPES`."""
-    x = x.detach()
-    given = x if x.is_contiguous() else noise.samples(x)  # so few that all of them count
+    given = _contiguous(x)
     out = torch.empty((), dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(out):
-        hash_samples[(1,)](given, out, given.numel(), SAMPLES=noise.SAMPLES)
+        sizes = {"count": given.numel(), "SAMPLES": noise.SAMPLES}
+        launch(hash_samples, (1,), {}, x_ptr=given, out_ptr=out, **sizes)
     return out
+
+
+def fingerprints(
+    x: Tensor, other: Tensor, added: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Scratch]:
+    """See `noise.fingerprints`."""
+    x, other = _contiguous(x), _contiguous(other)
+    out = torch.empty(WORDS, dtype=torch.int32, device=x.device)
+    with torch.cuda.device_of(out):
+        launch(
+            hash_both,
+            (1,),
+            {},
+            x_ptr=x,
+            other_ptr=other,
+            out_ptr=out,
+            x_count=x.numel(),
+            other_count=other.numel(),
+            added=added,
+            SAMPLES=noise.SAMPLES,
+            WORDS=WORDS,
+        )
+    first, second, both, plain = out[:FINGERPRINTS].unbind()
+    return first, second, both, plain, Scratch(out)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """Return a contiguous tensor with the samples of x."""
+    x = x.detach()
+    return x if x.is_contiguous() else noise.samples(x)  # so few that all of them count

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from metis_hf.noise import Key, random_bits
+from metis_hf.noise import Key, signs
 from metis_hf.operands.conditioner import AroundQuantizer, Encoded
 from metis_hf.transforms.hadamard import (
     group_size,
@@ -93,5 +93,4 @@ class RandomHadamard(AroundQuantizer):
     def _signs(self, n: int) -> Tensor:
         """Return +-1 [group], fp32, for groups of n entries, padded or not."""
         assert self.content is not None
-        bits = random_bits(group_size(n), Key(self.seed, self.content), self.content.device)
-        return 1.0 - 2.0 * (bits < 0)
+        return signs(group_size(n), Key(self.seed, self.content))

@@ -60,19 +60,19 @@ class Requantized(Conditioner):
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         options: dict[str, Any] = {"dim": dim, "key": key, "row_mask": row_mask}
-        return self.second(first_copy(x, quantizer), quantizer, dtype=dtype, **options)
+        return self.second(first_copy(x, quantizer, key), quantizer, dtype=dtype, **options)
 
     def parts(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
     ) -> list[Part]:
         options: dict[str, Any] = {"dim": dim, "key": key, "row_mask": row_mask}
-        return self.second.parts(first_copy(x, quantizer), quantizer, **options)
+        return self.second.parts(first_copy(x, quantizer, key), quantizer, **options)
 
     def encode(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
     ) -> Encoded:
         options: dict[str, Any] = {"dim": dim, "key": key, "row_mask": row_mask}
-        return self.second.encode(first_copy(x, quantizer), quantizer, **options)
+        return self.second.encode(first_copy(x, quantizer, key), quantizer, **options)
 
     def decode(
         self,
@@ -94,6 +94,6 @@ class Requantized(Conditioner):
         return self.second.codes(encoded, quantizer, dim=dim, shape=shape)
 
 
-def first_copy(x: Tensor, quantizer: Quantizer) -> Tensor:
+def first_copy(x: Tensor, quantizer: Quantizer, key: Key | None = None) -> Tensor:
     """Return the first quantization of x: nearest, in blocks along the columns."""
-    return quantizer.deterministic()(x, dim=-1)
+    return quantizer.deterministic()(x, dim=-1, key=key)

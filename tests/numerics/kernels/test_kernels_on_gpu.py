@@ -13,6 +13,7 @@ from metis_hf.numerics import kernels
 from metis_hf.numerics.kernels import choice, use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
+from numerics.kernels.call_cases import CallCases
 from numerics.kernels.epilogue_cases import EpilogueCases
 from numerics.kernels.kernel_tools import COMPILED, PACKED, TENSORS, low_rank
 from numerics.kernels.kernel_tools import check as check_packed
@@ -81,6 +82,11 @@ class TestNoiseOnGpu(NoiseCases):
                 assert torch.equal(noise.fingerprint(x.cuda()).cpu(), noise.fingerprint(x))
                 drawn = noise.uniform((30, 50), on("cuda", key), torch.device("cuda"))
                 assert torch.equal(drawn.cpu(), noise.uniform((30, 50), key))
+
+
+@by_triton
+class TestCallsOnGpu(CallCases):
+    device = "cuda"
 
 
 @by_triton

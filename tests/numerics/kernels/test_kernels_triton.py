@@ -28,8 +28,8 @@ compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or INTERPRETED,
     reason="triton is not installed, or TRITON_INTERPRET=1: it compiles nothing",
 )
-CASES = ("triton", "epilogue", "sums")  # NAME_cases.py
-SOME = "(normal or nan or wide) and not subnormal or epilogue or sums"  # where not all run
+CASES = ("triton", "call", "epilogue", "sums")  # NAME_cases.py
+SOME = "(normal or nan or wide) and not subnormal or call or epilogue or sums"  # where not all run
 AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
 
 
@@ -199,11 +199,13 @@ def test_noise_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     compile_for(HOPPER)
     draw = recorded(monkeypatch, triton_noise, "draw")
     samples = recorded(monkeypatch, triton_noise, "hash_samples")
+    both = recorded(monkeypatch, triton_noise, "hash_both")
     for rows in (16, 33, 1):
         key = noise.Key(rows, torch.tensor(3, dtype=torch.int32))
         triton_noise.uniform(torch.Size((rows, 48)), key, torch.device("cpu"))
         triton_noise.fingerprint(torch.zeros(rows, 4096))
-    for recorder in (draw, samples):
+        triton_noise.fingerprints(torch.zeros(rows, 4096), torch.zeros(4096, rows), rows)
+    for recorder in (draw, samples, both):
         assert len(recorder.compiled) == 3
         assert len({id(kernel) for kernel in recorder.compiled}) == 1
         assert_ieee(recorder.compiled[0].asm["ptx"])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Notes:
-    """Ordinary launches, and those of what these gave."""
+    """Ordinary launches, and launches of the compiled kernel that they returned."""
 
     def __init__(self) -> None:
         self.ordinary: list[dict] = []
