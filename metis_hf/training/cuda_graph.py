@@ -38,7 +38,7 @@ Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 ENVIRONMENT = "METIS_CUDA_GRAPHS"  # 0: record nothing
 WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
-_MOST = 4  # recordings: each keeps the memory of a step
+MOST_RECORDINGS = 4  # recordings: each keeps the memory of a step
 _KNOWN = (Tensor, bool, int, float, str, np.generic, type(None))  # of the values of a batch
 
 
@@ -85,8 +85,8 @@ class StepGraphs:
     def __init__(self, model: nn.Module, record: Recorder | None = None) -> None:
         self._model = model
         self._layers: list[MetisLayer] = [layer for _, layer in metis_layers(model)]
-        self._record = CudaRecorder() if record is None else record
-        self._made: dict[Hashable, _Recording] = {}
+        self.record = CudaRecorder() if record is None else record
+        self.made: dict[Hashable, _Recording] = {}
         self.recordings = 0
         self._seen: dict[Hashable, int] = {}
         self._precisions: list[list[tuple[MetisConfig, Scheme]]] = []
@@ -119,7 +119,7 @@ class StepGraphs:
         counted = _form(count) if isinstance(count, Tensor) else type(count)  # copied, as a number
         trained = tuple(id(p) for p in self._model.parameters() if p.requires_grad)
         key = (batch, counted, precision, trained, extra)
-        found = self._made.get(key)
+        found = self.made.get(key)
         if found is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
             if seen <= WARM_UP or not self._make_room(precision):
@@ -127,7 +127,7 @@ class StepGraphs:
             found = self._new(step, inputs, count, precision)
             if found is None:
                 return step(inputs, count)
-            self._made[key] = found
+            self.made[key] = found
             self.recordings += 1
             self._places |= {id(grad) for _, grad in found.gradients}
         return self._play(found, leaves, count)
@@ -145,18 +145,18 @@ class StepGraphs:
 
     def _make_room(self, precision: int) -> bool:
         """Return whether a step may be recorded; a recording of another precision gives way."""
-        if len(self._made) < _MOST:
+        if len(self.made) < MOST_RECORDINGS:
             return True
-        for key, made in self._made.items():
+        for key, made in self.made.items():
             if made.precision != precision:
-                del self._made[key], self._seen[key]
+                del self.made[key], self._seen[key]
                 return True
         if not self._is_full:
             self._is_full = True
             logger.warning(
                 "cuda_graphs: %d kinds of steps are recorded, and each keeps the memory of a step; "
                 "all others run in Python. Pad batches to fewer lengths",
-                _MOST,
+                MOST_RECORDINGS,
             )
         return False
 
@@ -166,10 +166,10 @@ class StepGraphs:
 
     def forget(self) -> None:
         """Forget the recordings, and give back what they keep of the device's memory."""
-        self._made.clear()
+        self.made.clear()
         self._places.clear()
-        if isinstance(self._record, CudaRecorder):
-            self._record = CudaRecorder()
+        if isinstance(self.record, CudaRecorder):
+            self.record = CudaRecorder()
 
     def _new(self, step: Step, inputs: Inputs, count: Any, precision: int) -> _Recording | None:
         """Record a step; None where that is not possible."""
@@ -187,7 +187,7 @@ class StepGraphs:
             release(self._model)  # what is kept of a weight would become a constant
             try:
                 with masks:
-                    play, loss = self._record(lambda: step(places, place))
+                    play, loss = self.record(lambda: step(places, place))
                 gradients = [(p, p.grad) for p in parameters if p.grad is not None]
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
                 return _Recording(tensors, place, play, loss, gradients, precision)

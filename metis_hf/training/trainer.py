@@ -36,7 +36,7 @@ class MetisTrainerMixin:
         if cuda_graphs:
             check(self.args)  # type: ignore[attr-defined]
         self.cuda_graphs = cuda_graphs
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
         handler = self.callback_handler  # type: ignore[attr-defined]
         if not any(isinstance(callback, MetisCallback) for callback in handler.callbacks):
             added = MetisCallback()
@@ -62,13 +62,13 @@ class MetisTrainerMixin:
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train with recordings of its own: `auto_find_batch_size` may train several times."""
-        self._graphs = None
+        self.graphs = None
         self._bind_callbacks()  # to the trial, if there is one
         try:
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
-            if self._graphs is not None:
-                self._graphs.forget()
+            if self.graphs is not None:
+                self.graphs.forget()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch; none where the last step is done already."""
@@ -86,8 +86,8 @@ class MetisTrainerMixin:
         step = partial(super().training_step, model)  # type: ignore[misc]
         if not self.cuda_graphs:
             return step(inputs, num_items_in_batch)
-        if self._graphs is None:
-            self._graphs = StepGraphs(model)
+        if self.graphs is None:
+            self.graphs = StepGraphs(model)
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         extra = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
         # As Trainer's own step does, which a recording leaves out; evaluation has turned them off.
@@ -95,7 +95,7 @@ class MetisTrainerMixin:
             model.train()
         if callable(getattr(self.optimizer, "train", None)):  # type: ignore[attr-defined]
             self.optimizer.train()  # type: ignore[attr-defined]
-        return self._graphs.run(step, inputs, num_items_in_batch, extra=extra)
+        return self.graphs.run(step, inputs, num_items_in_batch, extra=extra)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)  # type: ignore[misc]

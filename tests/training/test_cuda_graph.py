@@ -97,7 +97,7 @@ def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="nvf
     trainer.train()
     if recorder is not None:
         monkeypatched.undo()
-        assert trainer._graphs is made
+        assert trainer.graphs is made
     return losses(trainer), {k: v.clone() for k, v in model.state_dict().items()}, trainer
 
 
@@ -119,11 +119,11 @@ def test_a_run_from_recordings_is_the_run(changes, tmp_path) -> None:
     plain = train(tmp_path, "plain", **changes)
     recorded = train(tmp_path, "recorded", Again, **changes)
     assert_same(plain, recorded)
-    graphs = recorded[2]._graphs
+    graphs = recorded[2].graphs
     assert graphs.recordings == 1
     micro_batches = changes["max_steps"] * changes.get("gradient_accumulation_steps", 1)
-    assert graphs._record.played == micro_batches - cuda_graph.WARM_UP
-    assert not graphs._made  # they end with the training
+    assert graphs.record.played == micro_batches - cuda_graph.WARM_UP
+    assert not graphs.made  # they end with the training
 
 
 def test_recordings_that_share_memory_spoil_no_gradient(tmp_path) -> None:
@@ -149,7 +149,7 @@ def test_recordings_that_share_memory_spoil_no_gradient(tmp_path) -> None:
 
     changes = {"data": Rows(64, (24, 16)), "gradient_accumulation_steps": 2}
     plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Shared))
-    assert recorded[2]._graphs.recordings == 2
+    assert recorded[2].graphs.recordings == 2
     assert_same(plain, recorded)
 
 
@@ -163,7 +163,7 @@ def test_parameters_that_start_to_train_are_recorded_anew(tmp_path) -> None:
         train(tmp_path, str(r), r, callbacks=[Unfreeze()], **changes) for r in (None, Again)
     )
     assert_same(plain, recorded)
-    assert recorded[2]._graphs.recordings == 2
+    assert recorded[2].graphs.recordings == 2
 
 
 def test_measured_steps_run_in_python(tmp_path) -> None:
@@ -187,7 +187,7 @@ def test_measured_steps_run_in_python(tmp_path) -> None:
     measuring = Measuring()
     recorded = train(tmp_path, "recorded", Again, callbacks=[measuring], max_steps=10)
     assert measuring.seen == 5
-    assert recorded[2]._graphs._record.played == 5 - cuda_graph.WARM_UP
+    assert recorded[2].graphs.record.played == 5 - cuda_graph.WARM_UP
     assert_same(train(tmp_path, "plain", max_steps=10), recorded)
 
 
@@ -202,9 +202,9 @@ def test_what_cannot_be_recorded_runs_in_python(tmp_path, caplog) -> None:
             raise RuntimeError("operation not permitted when stream is capturing\ndetails")
 
     recorded = train(tmp_path, "recorded", Fails)
-    graphs = recorded[2]._graphs
+    graphs = recorded[2].graphs
     assert_same(train(tmp_path, "plain"), recorded)
-    assert graphs._record.calls == 2  # with masks as in Python, and with what transformers makes
+    assert graphs.record.calls == 2  # with masks as in Python, and with what transformers makes
     assert graphs.refused is not None
     assert "not permitted when stream is capturing" in graphs.refused
     assert "details" not in graphs.refused
@@ -213,9 +213,9 @@ def test_what_cannot_be_recorded_runs_in_python(tmp_path, caplog) -> None:
 def test_schemes_with_a_state_run_in_python(tmp_path) -> None:
     changes = {"scheme": "smoothquant", "max_steps": 4}
     recorded = train(tmp_path, "recorded", Again, **changes)
-    graphs = recorded[2]._graphs
+    graphs = recorded[2].graphs
     assert graphs.refused == "smoothquant keeps a state that changes with each step"
-    assert graphs._record.played == 0
+    assert graphs.record.played == 0
     assert_same(train(tmp_path, "plain", **changes), recorded)
 
 
@@ -301,7 +301,7 @@ def test_evaluation_in_between(tmp_path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim, "SGD", OfAMode)
         recorded = train(tmp_path, "recorded", Again, **changes)
-    assert recorded[2]._graphs._record.played == 6 - cuda_graph.WARM_UP
+    assert recorded[2].graphs.record.played == 6 - cuda_graph.WARM_UP
     assert modes == [True] * 12
 
 
@@ -315,7 +315,7 @@ def test_in_cuda_graphs(scheme, accumulation, tmp_path) -> None:
     with use_kernels(None):  # those that a GPU's user gets
         plain = train(tmp_path, "plain", **changes)
         recorded = train(tmp_path, "recorded", lambda model: cuda_graph.CudaRecorder(), **changes)
-    graphs = recorded[2]._graphs
+    graphs = recorded[2].graphs
     assert graphs.refused is None
     assert graphs.recordings == 1
     assert recorded[0] == pytest.approx(plain[0], rel=1e-4)

@@ -14,11 +14,11 @@ from training.trainer_tools import converted
 
 
 def test_beyond_the_most_recordings_steps_run_in_python(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(cuda_graph, "_MOST", 1)
+    monkeypatch.setattr(cuda_graph, "MOST_RECORDINGS", 1)
     changes = {"data": Rows(64, (24, 16)), "max_steps": 10}
     plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Again))
     assert_same(plain, recorded)
-    assert recorded[2]._graphs.recordings == 1
+    assert recorded[2].graphs.recordings == 1
     said = [r.getMessage() for r in caplog.records if "kinds of steps" in r.getMessage()]
     assert said == [
         "cuda_graphs: 1 kinds of steps are recorded, and each keeps the memory of a step; all "
@@ -35,7 +35,7 @@ def test_another_precision_has_its_recording(tmp_path) -> None:
         train(tmp_path, str(r), r, callbacks=[schedule()], **changes) for r in (None, Again)
     )
     assert_same(plain, recorded)
-    assert recorded[2]._graphs.recordings == 2
+    assert recorded[2].graphs.recordings == 2
 
 
 @pytest.fixture
@@ -61,25 +61,25 @@ def test_a_precision_that_comes_back_has_its_recordings(graphs) -> None:
     """Also that of a block, though each switch makes other schemes."""
     model, made, run = graphs
     for played in (4 * 2, 4 * (cuda_graph.WARM_UP + 2)):
-        made._record.played = 0
+        made.record.played = 0
         for passes in ((), ("forward",)):
             set_precision(model, high_precision=passes)
             run()
             with high_precision(model):
                 run()
-        assert made._record.played == played
-    assert made.recordings == len(made._made) == 4
+        assert made.record.played == played
+    assert made.recordings == len(made.made) == 4
 
 
 def test_recordings_of_another_precision_make_room(graphs) -> None:
     model, made, run = graphs
-    for length in range(8, 8 + cuda_graph._MOST):
+    for length in range(8, 8 + cuda_graph.MOST_RECORDINGS):
         run(length)
     set_precision(model, high_precision=("forward",))
-    played = made._record.played
+    played = made.record.played
     run()
-    assert made._record.played > played
-    assert len(made._made) == cuda_graph._MOST
+    assert made.record.played > played
+    assert len(made.made) == cuda_graph.MOST_RECORDINGS
 
 
 def _graphs_of_sums():
@@ -108,7 +108,7 @@ def test_tensors_inside_a_batch_are_copied_in() -> None:
         pixels[500] = index
         assert run({"x": torch.tensor([10.0 * index]), "extra": {"pixels": [pixels]}}) == 11 * index
     assert graphs.recordings == 1
-    assert graphs._record.played == 7 - cuda_graph.WARM_UP
+    assert graphs.record.played == 7 - cuda_graph.WARM_UP
 
 
 def test_a_batch_of_something_else_runs_in_python() -> None:
