@@ -43,7 +43,7 @@ def one_environment() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels_of_users(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run whole models with the kernels that users get: they take half the time."""
+    """Run whole models with the kernels that users get, which are faster."""
     room = request.path.relative_to(Path(__file__).parent).parts[0]
     with use_kernels(None) if room in WHOLE_MODELS else contextlib.nullcontext():
         yield
