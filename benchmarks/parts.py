@@ -33,6 +33,7 @@ _WRAPPED: list[tuple[Any, str, str]] = [
     (spectral, "pack", QUANTIZE),
     (spectral, "unpack", QUANTIZE),
     (spectral, "find_subspace", SUBSPACE),
+    (spectral, "find_basis", SUBSPACE),
     (spectral, "project", PROJECT),
     (Spectral, "with_factors", LOW_RANK),
     (Spectral, "encode", LOW_RANK),

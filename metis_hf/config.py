@@ -74,7 +74,8 @@ class MetisConfig:
         sample_frac: rows, or sums of rows, that the activation and gradient subspaces are estimated
             from, as a share of the tokens (paper: 1 % of sequences); at least
             4 (rank + oversample), under `metis` 16.
-        oversample: extra columns of the random sketch, 0 to 2**24.
+        oversample: extra columns of the random sketch, 0 to 2**24. The best directions are chosen
+            by eigenvectors; 0 takes the whole span, at a quarter of the finder's operations.
         n_iter: power iterations of the range finder, 0 to 64. Each costs time in every call.
         decompose: tensors that "metis" and "metis-paper" split: any of "weight", "activation",
             "gradient"; None takes the scheme's own: all three for "metis-paper", activations and

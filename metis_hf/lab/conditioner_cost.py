@@ -102,6 +102,9 @@ def _(conditioner: Spectral, shape, dim):
     last again; eigenvectors: a basis of a Gram matrix 3w^3, each rotation four products and a solve
     9w^3, the values 2w^3; a Cholesky factor w^3/3. Then all t rows: projection 2tck, low-rank part
     2tck, subtraction and addition.
+
+    Without extra columns w = k, and there is no thin matrix, eigenproblem or rotation: the last
+    basis is made orthonormal once more, 3ck^2.
     """
     t, c = shape
     k = min(conditioner.rank, t, c)
@@ -110,11 +113,16 @@ def _(conditioner: Spectral, shape, dim):
     n = sum_count(t, rows) if conditioner.summed else min(rows, t)
     w = min(k + conditioner.oversample, n, c)
     p, turns = conditioner.n_iter, fewest_rotations(w)
-    orthogonal = (p + 1) * 3.0 * c * w * w + 2.0 * c * w * w
-    eigen = (3.0 + 9.0 * turns + 2.0) * w**3
+    subspace, factorization = 2.0 * n * c * w * (1 + 2 * p), (p + 1) * 3.0 * c * w * w
+    if conditioner.oversample:
+        subspace += 2.0 * n * c * w + 3.0 * n * w * w + (w + 2.0 * c) * w * k
+        factorization += 2.0 * c * w * w + (3.0 + 9.0 * turns + 2.0) * w**3
+        factorization += (p + 3 + turns) * w**3 / 3
+    else:
+        factorization += 3.0 * c * w * w + (p + 2) * w**3 / 3
     encode = {
-        "subspace": 2.0 * n * c * w * (2 + 2 * p) + 3.0 * n * w * w + (w + 2.0 * c) * w * k,
-        "factorization": orthogonal + eigen + (p + 3 + turns) * w**3 / 3,
+        "subspace": subspace,
+        "factorization": factorization,
         "projection": 2.0 * t * c * k,
         "low_rank": 2.0 * t * c * k + 2.0 * t * c,
     }

@@ -2,12 +2,13 @@
 
 Activations and gradients: the dominant right subspace is found from a few sampled rows, or from a
 few sums of rows, then the whole matrix is projected on it. Weights: the same with every row, more
-power iterations and an exact SVD of the thin part. Nothing here quantizes.
+power iterations and an exact SVD of the thin part. A split that needs a subspace and no singular
+vectors takes `find_basis`. Nothing here quantizes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,24 +150,60 @@ def dominant_subspace(
     Returns:
         [c k], fp32 (fp64 for an fp64 sample), columns ordered by decreasing singular value.
     """
-    dtype = torch.float64 if sample.dtype is torch.float64 else torch.float32
-    n, c = sample.shape
-    sample = torch.nan_to_num(sample.detach().to(dtype), nan=0.0, posinf=0.0, neginf=0.0)
-    # Products of huge or tiny values must not leave the fp32 range.
-    least, largest = sample.aminmax()
-    sample.div_(torch.maximum(largest, -least).clamp_min_(torch.finfo(dtype).tiny))
-    width = min(rank + oversample, n, c)
-    sketch = uniform((n, width), key, sample.device).sub_(0.5).to(dtype)  # [n w]
-    basis = torch.eye(width, c, dtype=dtype, device=sample.device)
-    basis = next_basis(sketch.T @ sample, basis)  # [w c]
-    for _ in range(n_iter):
-        basis = next_basis(basis @ sample.T @ sample, basis)
+    sample = _in_range(sample)
+    basis = _power_basis(sample, min(rank + oversample, *sample.shape), n_iter, key)  # [w c]
     # What is missing to orthonormality goes into the small eigenvalue problem.
     factor = gram_factor(basis)
     thin = solve_triangular(factor, (basis @ sample.T).double(), upper=False)  # [w n]
     vectors = eigenvectors(thin @ thin.T, rotations)[:rank]
     rotation = solve_triangular(factor, vectors, upper=False, left=False)  # [k w]
-    return (rotation.to(dtype) @ basis).T
+    return (rotation.to(basis.dtype) @ basis).T
+
+
+def dominant_basis(
+    sample: Tensor, rank: int, *, n_iter: int = 1, key: Key = _DEFAULT_KEY
+) -> Tensor:
+    """Return an orthonormal basis of nearly the leading right singular subspace, in no order.
+
+    The sketch has exactly `rank` columns, so there is nothing to choose from it, and no eigenvalue
+    problem: `n_iter` products with the Gram matrix of the sample, and a Cholesky QR after the
+    sketch, after each product and at the end. Rounding leaves the basis off orthonormality by some
+    1e-6. Entries that are not finite, and directions that the sample lacks, as in
+    `dominant_subspace`.
+
+    Args:
+        sample: [n c]
+        rank: k, at most min(n, c).
+        n_iter: products with the Gram matrix.
+        key: noise key of the sketch.
+
+    Returns:
+        [c k], fp32 (fp64 for an fp64 sample).
+    """
+    basis = _power_basis(_in_range(sample), rank, n_iter, key)
+    return solve_triangular(gram_factor(basis).to(basis.dtype), basis, upper=False).T
+
+
+def _in_range(sample: Tensor) -> Tensor:
+    """Return the sample in fp32 or fp64, its largest entry 1, and 0 where it is not finite.
+
+    Products of huge or tiny values must not leave the fp32 range.
+    """
+    dtype = torch.float64 if sample.dtype is torch.float64 else torch.float32
+    sample = torch.nan_to_num(sample.detach().to(dtype), nan=0.0, posinf=0.0, neginf=0.0)
+    least, largest = sample.aminmax()
+    return sample.div_(torch.maximum(largest, -least).clamp_min_(torch.finfo(dtype).tiny))
+
+
+def _power_basis(sample: Tensor, width: int, n_iter: int, key: Key) -> Tensor:
+    """Return a nearly orthonormal basis [w c] of a random sketch after some power iterations."""
+    n, c = sample.shape
+    options: dict[str, Any] = {"dtype": sample.dtype, "device": sample.device}
+    sketch = uniform((n, width), key, sample.device).sub_(0.5).to(sample.dtype)  # [n w]
+    basis = next_basis(sketch.T @ sample, torch.eye(width, c, **options))
+    for _ in range(n_iter):
+        basis = next_basis(basis @ sample.T @ sample, basis)
+    return basis
 
 
 def fewest_rows(rank: int, oversample: int, per_column: int = 4) -> int:
@@ -196,12 +233,43 @@ def find_subspace(
 
     From sampled rows (`sample_rows`) or, if `summed`, from sums of rows (`sum_rows`).
     """
-    count = max(int(sample_frac * x.shape[0] + 0.999999), min_rows, rank)
-    choose = sum_rows if summed else sample_rows
-    sample = choose(x, count, key.fold(4), row_mask)
+    sample = _choose(x, rank, sample_frac, min_rows, key, row_mask, summed)
     return dominant_subspace(
         sample, rank, oversample=oversample, n_iter=n_iter, rotations=rotations, key=key.fold(5)
     )
+
+
+def find_basis(
+    x: Tensor,
+    rank: int,
+    *,
+    sample_frac: float = 1.0,
+    min_rows: int = 0,
+    n_iter: int = 1,
+    key: Key = _DEFAULT_KEY,
+    row_mask: Tensor | None = None,
+    summed: bool = False,
+) -> Tensor:
+    """Find a basis [c k] of nearly the dominant right subspace of `x` [t c], in no order.
+
+    As `find_subspace`, by `dominant_basis`.
+    """
+    sample = _choose(x, rank, sample_frac, min_rows, key, row_mask, summed)
+    return dominant_basis(sample, rank, n_iter=n_iter, key=key.fold(5))
+
+
+def _choose(
+    x: Tensor,
+    rank: int,
+    sample_frac: float,
+    min_rows: int,
+    key: Key,
+    row_mask: Tensor | None,
+    summed: bool,
+) -> Tensor:
+    """Return the rows of `x`, or sums of rows, that a subspace is found from."""
+    count = max(int(sample_frac * x.shape[0] + 0.999999), min_rows, rank)
+    return (sum_rows if summed else sample_rows)(x, count, key.fold(4), row_mask)
 
 
 def spectral_split(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from metis_hf.operands.conditioner import (
 from metis_hf.transforms.spectral import (
     fewest_rotations,
     fewest_rows,
+    find_basis,
     find_subspace,
     project,
 )
@@ -33,7 +34,9 @@ class Spectral(Conditioner):
     Args:
         rank: k; fewer where the matrix has fewer rows or columns.
         sample_frac: share of rows that the subspace is estimated from.
-        oversample: extra sketch columns.
+        oversample: extra sketch columns. With some, the best directions of the sketch are chosen,
+            by eigenvectors of a small matrix; with 0, its whole span is taken
+            (`transforms.spectral.find_basis`), at a fraction of the operations.
         n_iter: power iterations.
         rows: sampled rows, or sums of rows, for each column of the sketch, at least.
         summed: from sums of rows with random signs, in which every row takes part
@@ -142,19 +145,24 @@ class Spectral(Conditioner):
         v from sampled rows, a and lam by projecting every row.
         """
         rank = _least(self.rank, *x.shape)
-        width = _least(rank + self.oversample, *x.shape)
-        v = find_subspace(
-            x,
-            rank,
-            sample_frac=self.sample_frac,
-            min_rows=self._fewest(rank),
-            oversample=self.oversample,
-            n_iter=self.n_iter,
-            rotations=fewest_rotations(width),
-            key=key,
-            row_mask=row_mask,
-            summed=self.summed,
-        )  # [c k]
+        rows: dict[str, Any] = {
+            "sample_frac": self.sample_frac,
+            "min_rows": self._fewest(rank),
+            "key": key,
+            "row_mask": row_mask,
+            "summed": self.summed,
+        }
+        if self.oversample:
+            v = find_subspace(
+                x,
+                rank,
+                oversample=self.oversample,
+                n_iter=self.n_iter,
+                rotations=fewest_rotations(_least(rank + self.oversample, *x.shape)),
+                **rows,
+            )  # [c k]
+        else:
+            v = find_basis(x, rank, n_iter=self.n_iter, **rows)
         a, lam = project(x, v)  # [t k] [k]
         return a, lam, v
 
