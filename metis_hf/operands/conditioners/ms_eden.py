@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.noise import Key, signs
+from metis_hf.numerics import Quantizer
 from metis_hf.operands.conditioner import AroundQuantizer, Encoded
 from metis_hf.transforms.hadamard import (
     group_size,
@@ -73,15 +74,25 @@ class RandomHadamard(AroundQuantizer):
     def basis(self, tensor: str) -> Hashable:
         return type(self), self.seed, self.partner or tensor
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+    def encode(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> Encoded:
         codes = super().encode(x, quantizer, dim=dim, key=key)
         return Encoded((*codes.tensors, self._content(x, key)))
 
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+    def decode(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         *codes, content = encoded.tensors
         own = replace(self, content=content)
-        options = {"dim": dim, "shape": shape, "dtype": dtype}
-        return AroundQuantizer.decode(own, Encoded(tuple(codes)), quantizer, **options)
+        rotated = Encoded(tuple(codes))
+        return AroundQuantizer.decode(own, rotated, quantizer, dim=dim, shape=shape, dtype=dtype)
 
     def _content(self, x: Tensor, key: Key) -> Tensor:
         if self.content is not None:

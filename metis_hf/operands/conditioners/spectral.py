@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import (
     Conditioner,
@@ -57,11 +59,27 @@ class Spectral(Conditioner):
     draws: ClassVar[bool] = True
     uses_row_mask: ClassVar[bool] = True
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         return self.with_factors(x, quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype)[0]
 
     def with_factors(
-        self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, LowRank | None]:
         """Return the result of a call and its low-rank part; None for a matrix without entries."""
         if x.numel() == 0:
@@ -70,7 +88,9 @@ class Spectral(Conditioner):
         x_hat = quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=exact, plus=dense)
         return x_hat, low
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+    def parts(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> list[Part]:
         low, _, exact, a, vh = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
         residual = x - exact
         return [
@@ -79,24 +99,40 @@ class Spectral(Conditioner):
             Part("residual", residual, quantizer(residual, dim=dim, key=key.fold(3))),
         ]
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+    def encode(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> Encoded:
         a, lam, v = self.split(x, key=key, row_mask=row_mask)
         factors = (
             *pack(a, quantizer, dim=dim, key=key.fold(1)),
             *pack(v.T, quantizer, dim=dim, key=key.fold(2)),
             lam,
         )
-        low = self._low(factors, quantizer, dim=dim, shape=x.shape)
+        low = self._low(factors, quantizer, dim=dim, shape=(x.shape[0], x.shape[1]))
         dense = low.dense()
         exact = dense if self.compensated else (a * lam) @ v.T
         residual = pack(x, quantizer, dim=dim, key=key.fold(3), minus=exact)
         return Encoded((*residual, *factors), low, dense)
 
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+    def decode(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         return self.decode_with_factors(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)[0]
 
     def decode_with_factors(
-        self, encoded, quantizer, *, dim, shape, dtype=torch.float32
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, LowRank | None]:
         """Return the other half of `with_factors`."""
         residual, low, dense = encoded.packed, encoded.low, encoded.dense
@@ -104,13 +140,15 @@ class Spectral(Conditioner):
             low = self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
         if dense is None:
             dense = low.dense()
-        options = {"dim": dim, "shape": shape, "dtype": dtype, "plus": dense}
+        options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype, "plus": dense}
         return unpack(residual, quantizer, **options), low
 
     def basis(self, tensor: str) -> Hashable:
         return "plain"
 
-    def codes(self, encoded, quantizer, *, dim, shape) -> tuple[Encoded, tuple[int, int]]:
+    def codes(
+        self, encoded: Encoded, quantizer: Quantizer, *, dim: int, shape: tuple[int, int]
+    ) -> tuple[Encoded, tuple[int, int]]:
         if encoded.low is None:
             low = self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
             encoded = encoded._replace(low=low)
@@ -120,7 +158,9 @@ class Spectral(Conditioner):
         return fewest_rows(rank, self.oversample, self.rows)
 
     @staticmethod
-    def _low(packed, quantizer, *, dim, shape) -> LowRank:
+    def _low(
+        packed: Sequence[Any], quantizer: Quantizer, *, dim: int, shape: tuple[int, int]
+    ) -> LowRank:
         """Read the packed factors of a matrix of that shape."""
         lam = packed[6]
         (t, c), k = shape, lam.shape[0]
@@ -128,7 +168,9 @@ class Spectral(Conditioner):
         vh_hat = unpack(Packed(*packed[3:6]), quantizer, dim=dim, shape=(k, c))
         return LowRank(a_hat.to(lam.dtype), lam, vh_hat.to(lam.dtype))
 
-    def _split(self, x, quantizer, *, dim, key, row_mask):
+    def _split(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None
+    ) -> tuple[LowRank, Tensor, Tensor, Tensor, Tensor]:
         """Return (quantized low-rank part, its product, what x is taken against, a, v^T)."""
         a, lam, v = self.split(x, key=key, row_mask=row_mask)
         # Row blocks of every part run along the dimension that the GEMM contracts.
@@ -139,7 +181,9 @@ class Spectral(Conditioner):
         exact = dense if self.compensated else (a * lam) @ v.T
         return low, dense, exact, a, v.T
 
-    def split(self, x, *, key, row_mask=None) -> tuple[Tensor, Tensor, Tensor]:
+    def split(
+        self, x: Tensor, *, key: Key, row_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (a [t k], lam [k], v [c k]), not quantized: x ~ a diag(lam) v^T.
 
         v from sampled rows, a and lam by projecting every row.
