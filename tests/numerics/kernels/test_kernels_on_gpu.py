@@ -15,8 +15,7 @@ from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 from numerics.kernels.call_cases import CallCases
 from numerics.kernels.epilogue_cases import EpilogueCases
-from numerics.kernels.kernel_tools import COMPILED, PACKED, TENSORS, low_rank
-from numerics.kernels.kernel_tools import check as check_packed
+from numerics.kernels.kernel_tools import low_rank
 from numerics.kernels.sums_cases import SumsCases
 from numerics.kernels.triton_cases import STOCHASTIC, Cases, NoiseCases, on, reference
 
@@ -24,9 +23,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 by_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
     reason="triton is not installed, or TRITON_INTERPRET=1: it compiles nothing",
@@ -76,7 +72,7 @@ class TestNoiseOnGpu(NoiseCases):
     def test_it_is_drawn_in_one_launch(self) -> None:
         key = noise.Key(5, torch.tensor(7, dtype=torch.int32))
         x = torch.randn(300, 40, generator=seeded(0))
-        for name in ("triton", "compiled"):
+        for name in ("triton", "reference"):
             with use_kernels(name):
                 assert (choice.noise_backend(x.cuda()) is not None) == (name == "triton")
                 assert torch.equal(noise.fingerprint(x.cuda()).cpu(), noise.fingerprint(x))
@@ -103,17 +99,3 @@ class TestSumsOnGpu(SumsCases):
 class TestEpilogueInTorchOnGpu(EpilogueCases):
     kernels = "reference"
     device = "cuda"
-
-
-@needs_triton
-class TestCompiledOnGpu(Cases):
-    kernels = "compiled"
-    device = "cuda"
-    # Fewer than by hand, each compiled for seconds; together they have every branch.
-    quantizers = tuple(dict.fromkeys(quantizer for quantizer, _, _ in COMPILED.values()))
-
-    @pytest.mark.parametrize("case", PACKED)
-    def test_packed_is_the_reference_to_the_bit(self, case) -> None:
-        quantizer, dim, dtype = PACKED[case]
-        for x in TENSORS.values():
-            check_packed(x.cuda(), quantizer, dim, dtype, low_rank(x.shape).cuda())
