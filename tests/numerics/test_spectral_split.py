@@ -13,6 +13,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.transforms import SpectralSplit, decompose_weight, spectral_split
+from metis_hf.transforms.spectral import sample_rows
 
 # Captured energy relative to the best rank 16 of 8192 x 1024 from 1 % of the rows: measured with
 # an exact SVD of the sampled rows as .99 and .93, means over draws that agree to .02.
@@ -323,3 +324,10 @@ def test_equal_keys_give_equal_splits(sample_frac) -> None:
     if sample_frac < 1:  # another key samples other rows
         other = spectral_split(x, 4, key=Key(4), **options)
         assert not torch.allclose(first.vh.abs(), other.vh.abs(), atol=1e-3)
+
+
+def test_sampled_rows_are_one_of_each_stretch_and_differ_between_keys():
+    x = torch.arange(64.0)[:, None]
+    picks = torch.stack([sample_rows(x, 16, Key(key)).flatten() for key in range(200)])
+    assert torch.equal(picks // 4, torch.arange(16.0).expand(200, 16))
+    assert all(len(set(place)) == 4 for place in picks.T.tolist())
