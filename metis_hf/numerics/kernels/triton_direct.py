@@ -22,9 +22,8 @@ _ALIGNED = 16  # bytes of a pointer, and units of an integer, that Triton looks 
 _CONSTANT, _PLAIN, _DESCRIBED = range(3)  # a parameter is part of the code, or its value counts
 
 _compiled: dict[Hashable, Any] = {}
-_parameters: dict[
-    int, tuple[Any, list[tuple[str, int]]]
-] = {}  # by the kernel's id, with the kernel
+# By the kernel's id: the kernel, and name and kind of each parameter.
+_parameters: dict[int, tuple[Any, list[tuple[str, int]]]] = {}
 _usable = (
     torch.version.hip is None
     and tuple(int(part) for part in triton.__version__.split(".")[:2]) in _RELEASES
