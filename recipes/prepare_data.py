@@ -21,6 +21,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from py3langid import classify
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, HfArgumentParser
 
@@ -29,21 +30,13 @@ from metis_hf.data.documents import local_files, open_files, text_of
 from metis_hf.data.perplexity import Scorer, check_reference, device_type
 from metis_hf.lab.store import hold_directory
 from metis_hf.shared.inputs import digest, digest_of_path
+from metis_hf.shared.messages import one_line_errors
 from metis_hf.shared.records import flatten, read_json, write_atomically, write_json
 
 LANGUAGE_CHARACTERS = 2000  # of real prose cut at 1000 the detector errs on less than 0.1 %
 DEVIATIONS = 2.0  # arXiv:2509.00404, section 4: "more than two standard deviations from the mean"
-RULES = {  # a document is dropped by the first that it fails
-    "unreadable": "no text: a line that is no JSON object, or a text column that is missing, null "
-    "or not a string",
-    "unicode": "contains bytes that are not UTF-8, U+FFFD, an unpaired surrogate, a noncharacter, "
-    "or a control character (category Cc) that is not white space",
-    "empty": "nothing but white space",
-    "language": f"the most likely language of the first {LANGUAGE_CHARACTERS} characters is not "
-    "English (py3langid)",
-    "perplexity": f"perplexity is more than {DEVIATIONS:g} standard deviations from the mean of "
-    "all documents that passed the other filters",
-}
+# A document is dropped by the first that it fails; docs/data.md says what each drops.
+RULES = ("unreadable", "unicode", "empty", "language", "perplexity")
 # White space among the controls (tab, LF, VT, FF, CR, NEL) is text. Every plane ends in two
 # noncharacters; unassigned code points depend on the Unicode version and are left alone.
 NOT_TEXT = re.compile(
@@ -63,28 +56,19 @@ def option(help: str, **more):
 class Arguments:
     output_dir: str = option("Where the shards go; a run that was stopped continues there.")
     tokenizer: str = option("Tokenizer of the model to train: a path or a hub name.")
-    dataset: str = option(
-        "Hub name of the dataset, read as a stream.", default="mlfoundations/dclm-baseline-1.0"
-    )
+    dataset: str = option("Its hub name; streamed.", default="mlfoundations/dclm-baseline-1.0")
     dataset_config: str | None = option("Configuration of the dataset.", default=None)
     dataset_split: str = option("Split of the dataset.", default="train")
-    files: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Local files instead of --dataset: paths or glob patterns of one kind, .jsonl "
-            "or .txt (one document per line or per file; also .gz, .zst, .xz, .bz2) or .parquet.",
-            "nargs": "+",
-        },
-    )
+    files: list[str] | None = field(default=None, metadata={"help":
+        "Local files instead of --dataset: paths or glob patterns of one kind, .jsonl or .txt (one "
+        "document per line or per file; also .gz, .zst, .xz, .bz2) or .parquet."})  # fmt: skip
     text_column: str = option("Column with the text; not used for .txt.", default="text")
     seq_len: int = option("Tokens per sequence.", default=4096)
     max_tokens: int | None = option(
         "Stop reading when this many tokens have passed the text filters; the perplexity filter "
         "then removes its share. Default: read everything.", default=None
     )  # fmt: skip
-    validation_share: float = option(
-        "Share of documents, chosen by a hash of their text, for validation/.", default=0.005
-    )
+    validation_share: float = option("Share of documents, by hash, for validation/.", default=0.005)
     perplexity_filter: bool = option(
         "Drop documents whose perplexity is more than two standard deviations from the mean; "
         "--no-perplexity-filter keeps them.", default=True
@@ -92,14 +76,9 @@ class Arguments:
     reference_model: str = option(
         "Causal LM that measures perplexity: a path or a hub name.", default="Qwen/Qwen3-0.6B"
     )
-    perplexity_tokens: int = option(
-        "A document is scored on at most this many of its first tokens.", default=1024
-    )
+    perplexity_tokens: int = option("Tokens of a document that are scored.", default=1024)
     perplexity_batch_size: int = option("Documents per forward pass of the scorer.", default=8)
-    documents_per_part: int = option(
-        "Documents handled at a time: a kill loses one part, and memory must hold one.",
-        default=10_000,
-    )
+    documents_per_part: int = option("Documents that a kill loses at most.", default=10_000)
     sequences_per_shard: int = option("Sequences per output file.", default=8192)
     num_proc: int = option("Processes that filter and tokenize.", default=1)
 
@@ -128,8 +107,6 @@ class Arguments:
 
 def judge(raw: bytes | None, json_column: str | None) -> tuple[str, str, str]:
     """Return the text of a document, the first rule that it fails ("": none) and its language."""
-    from py3langid import classify
-
     if raw is None:
         return "", "unreadable", ""
     text = raw.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace")
@@ -202,8 +179,7 @@ def check_owner(out: Path, settings: dict) -> None:
     """Refuse a directory of another preparation, or of something else."""
     path = out / ARGUMENTS
     if not path.exists():
-        others = [each for each in out.glob("*") if each.name != f"{ARGUMENTS}.tmp"]
-        if any(not each.name.startswith(".lock") for each in others):
+        if any(not each.name.startswith((".lock", f"{ARGUMENTS}.tmp")) for each in out.glob("*")):
             raise ValueError(
                 f"{out} is not empty and holds no preparation; choose a new directory as output_dir"
             )
@@ -212,10 +188,10 @@ def check_owner(out: Path, settings: dict) -> None:
     differences = []
     for key in sorted({*there, *now}):
         name = key.partition(".")[2] or key
-        both = key in there and key in now
-        if key.startswith("contents.") and both and there[key] != now[key]:
-            differences.append(f"what lies at {name} has changed")
-        elif not key.startswith("contents.") and there.get(key) != now.get(key):
+        if key.startswith("contents."):
+            if key in there and key in now and there[key] != now[key]:
+                differences.append(f"what lies at {name} has changed")
+        elif there.get(key) != now.get(key):
             differences.append(f"{name} was {there.get(key)!r}, now {now.get(key)!r}")
     if differences:
         raise ValueError(
@@ -301,7 +277,7 @@ def write(a: Arguments, settings: dict, tokenizer, parts: list[Path], out: Path)
     whole = pa.concat_tables(tables).to_pandas()
     characters, lengths = whole["characters"].to_numpy(), whole["num_tokens"].to_numpy()
     validation, reason = whole["validation"].to_numpy(), whole["reason"].to_numpy(copy=True)
-    filters: dict = {name: {"rule": rule} for name, rule in RULES.items()}
+    filters: dict = {name: {} for name in RULES}
     foreign = whole["language"][reason == "language"].value_counts()
     most_first = sorted(foreign.items(), key=lambda item: (-item[1], item[0]))
     filters["language"]["languages"] = {code: int(count) for code, count in most_first}
@@ -311,7 +287,7 @@ def write(a: Arguments, settings: dict, tokenizer, parts: list[Path], out: Path)
         keep, numbers = band(np.exp(log))
         reason[passed[~keep]] = "perplexity"
         on_log = {"on_log_perplexity": band(log)[1], "device": device_type()}
-        filters["perplexity"] |= numbers | on_log
+        filters["perplexity"] = numbers | on_log
     else:
         del filters["perplexity"]
     read = {"documents": len(whole), "characters": int(characters.sum())}
@@ -383,18 +359,9 @@ def prepare(a: Arguments) -> dict:
     # What can be refused is refused before the directory is claimed for these arguments.
     tokenizer = AutoTokenizer.from_pretrained(a.tokenizer)
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer {a.tokenizer} has no eos_token to put between documents; set one and "
-            "save it"
-        )
+        raise ValueError(f"the tokenizer {a.tokenizer} has no eos_token; set one and save it")
     if a.perplexity_filter:
         check_reference(a.reference_model, a.perplexity_tokens)
-    try:
-        from py3langid import classify
-    except ImportError:
-        raise ImportError(
-            "the language filter needs py3langid; install it with `pip install 'metis-hf[data]'`"
-        ) from None
     classify("")  # loads its model, which forked processes then have
     if a.files is not None:
         source, key = open_files(a.files, a.text_column)
@@ -414,25 +381,16 @@ def prepare(a: Arguments) -> dict:
 
 
 def main() -> None:
-    parser = HfArgumentParser(Arguments, description=__doc__)
-    try:
-        (arguments,) = parser.parse_args_into_dataclasses()
-        report = prepare(arguments)
-    except (ValueError, OSError, ImportError) as error:
-        parser.exit(1, f"prepare_data.py: {error}\n")
+    with one_line_errors():
+        (a,) = HfArgumentParser(Arguments, description=__doc__).parse_args_into_dataclasses()
+        report = prepare(a)
     for name, entry in report["filters"].items():
-        dropped = entry["dropped"]
-        print(
-            f"{name:<12} dropped {dropped['documents']:>9} of {report['read']['documents']} "
-            f"documents, {100 * dropped['share_of_characters']:.2f} % of the characters"
-        )
-    for split in ("train", "validation"):
-        counts = report[split]
-        print(
-            f"{split:<12} {counts['documents']} documents, {counts['sequences']} sequences of "
-            f"{arguments.seq_len} tokens"
-        )
-    print(f"in {arguments.output_dir}; details in report.json there")
+        dropped, share = entry["dropped"]["documents"], entry["dropped"]["share_of_characters"]
+        print(f"{name:<12} dropped {dropped:>9} documents, {100 * share:.2f} % of the characters")
+    for split in SPLITS:
+        count, rows = report[split]["documents"], report[split]["sequences"]
+        print(f"{split:<12} {count} documents, {rows} sequences of {a.seq_len} tokens")
+    print(f"in {a.output_dir}; details in report.json there")
 
 
 if __name__ == "__main__":
