@@ -152,7 +152,6 @@ def draw_compare(name: str) -> None:
 
     from metis_hf.lab.compare import loss_table, published
     from metis_hf.lab.compare.outputs import (
-        UNRECORDED,
         count_extra,
         describe,
         different_code,
@@ -160,6 +159,7 @@ def draw_compare(name: str) -> None:
         write_tables,
     )
     from metis_hf.lab.compare.statistics import summarize
+    from metis_hf.lab.compare.step_times import UNRECORDED
 
     target = RESULTS / name
     record = json.loads(target.with_suffix(".json").read_text())

@@ -119,7 +119,6 @@ def compare(
     """
     from metis_hf.lab.compare.command import compare_schemes
     from metis_hf.lab.compare.options import given_values
-    from metis_hf.lab.compare.tasks import remembered_imports
 
     values = given_values(
         config,
@@ -135,19 +134,16 @@ def compare(
         tasks=_split(tasks),
         tasks_dir=tasks_dir,
     )
-    out = out or _default_directory(**values)
-    # Before the plan, which looks schemes up. A directory's sources hold until others are given.
-    sources = import_sources(imports or remembered_imports(out))
     fail_with(
         compare_schemes(
             values,
-            out,
+            out or _default_directory(**values),
             jobs=jobs,
             launcher=launcher,
             share=_share(task),
             times=times,
             dry_run=dry_run,
-            imports=sources,
+            imports=import_sources(imports),
         )
     )
 
@@ -172,6 +168,11 @@ def _share(text: str | None) -> tuple[int, int] | None:
     number, slash, count = text.partition("/")
     if not slash or not number.isdecimal() or not count.isdecimal():
         raise ValueError(f"--task {text}: expected K/N, the K-th of N shares, as in 1/3")
+    if not 1 <= int(number) <= int(count):
+        raise ValueError(
+            f"--task {text}; expected K/N with K from 1 to N, as in "
+            "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT of --array=1-N"
+        )
     return int(number), int(count)
 
 

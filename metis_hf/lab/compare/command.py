@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,12 +11,21 @@ from typing import Any
 
 from rich.console import Console
 
-from metis_hf.lab.compare.dispatch import train_tasks
+from metis_hf.lab.compare.data import embed, load_data
+from metis_hf.lab.compare.dispatch import devices, train_all
 from metis_hf.lab.compare.dry_run import show_plan
 from metis_hf.lab.compare.outputs import write_outputs
-from metis_hf.lab.compare.plan import ComparisonPlan, make_plan
-from metis_hf.lab.compare.step_times import measure_times
-from metis_hf.lab.compare.tasks import jobs_of, results_of, tasks_of
+from metis_hf.lab.compare.plan import ComparisonPlan, make_plan, with_accumulation
+from metis_hf.lab.compare.step_times import TIMES_FILE, measure_times
+from metis_hf.lab.compare.tasks import (
+    Task,
+    held,
+    import_remembered,
+    jobs_of,
+    results_of,
+    tasks_of,
+    write_spec,
+)
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.store import Store
 from metis_hf.shared.quiet import quiet
@@ -34,36 +44,104 @@ def compare_schemes(
 ) -> list[str]:
     """Train what is missing, write tables and figures, and return an error text for each failure.
 
+    Interrupted, it goes on where it stopped: finished runs are not repeated, and others resume from
+    their last whole checkpoint. A run that fails does not stop the others. The runs end when this
+    process does, however it ends.
+
     Args:
         options: as `make_plan` takes them.
         out: the comparison's directory.
-        jobs, launcher, imports: as `train_tasks` takes them.
+        jobs: runs side by side; None takes the number of accelerators, or of CPU cores.
+        launcher: command that starts a run on several devices; one run at a time.
         share: (K, N): this process is the K-th of N that work in the directory at the same time,
             and trains every N-th run of the plan. The one that finds all runs done writes the
             tables.
         times: time a step of every variant side by side, afterwards.
         dry_run: show the plan alone.
+        imports: files and modules that register schemes, as `absolute_source` gives them; none
+            takes those that the directory was last used with.
+
+    Raises:
+        ValueError: the directory or a run in it belongs to something else or is in use (`held`);
+            `jobs` is below 1 or contradicts the launcher; the data do not fit the model.
     """
-    plan = make_plan(**options, needs_data=not dry_run)
-    console = Console(markup=False)
+    imports = imports or import_remembered(out)  # before the plan, which looks schemes up
+    plan, console = make_plan(**options, needs_data=not dry_run), Console(markup=False)
     if dry_run:
         show_plan(plan, console)
         return []
-    given = {"jobs": jobs, "launcher": launcher, "imports": imports}
-    with quiet():
-        if share is not None:
-            return _train_share(plan, out, share, console, **given)
-        failures = train(plan, out, TaskProgress(console), **given)
-        with Store(out).hold():
-            return failures + write_results(plan, out, console, times=times)
+    if launcher and jobs not in (None, 1):
+        raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs={jobs}; expected at least 1, the runs side by side")
+    store = Store(out)
+    data = Path(plan.data or out / "data")
+    tasks = tasks_of(plan, out)
+    number, count = share or (1, 1)
+    with quiet(), ExitStack() as lock:
+        failures = _train(
+            plan,
+            store,
+            tasks[number - 1 :: count],
+            data,
+            TaskProgress(console),
+            jobs=jobs,
+            launcher=shlex.split(launcher),
+            imports=imports,
+            array=share is not None,
+        )
+        if share is not None and (done := len(results_of(tasks))) < len(tasks):
+            console.print(
+                f"{done} of {len(tasks)} runs are done; the process that ends last writes the "
+                "tables, and so does the same command without --task."
+            )
+            return failures
+        try:
+            lock.enter_context(store.hold())
+        except ValueError:
+            if share is None:
+                raise
+            return failures  # another process found all runs done, and writes
+        return failures + _write(plan, tasks, data, out, console, times=times)
 
 
-def train(
-    plan: ComparisonPlan, out: Path, progress: TaskProgress | None = None, **given: Any
+def _train(
+    plan: ComparisonPlan,
+    store: Store,
+    tasks: Sequence[Task],
+    data: Path,
+    progress: TaskProgress,
+    *,
+    jobs: int | None,
+    launcher: list[str],
+    imports: Sequence[str],
+    array: bool,
 ) -> list[str]:
-    """Train the runs of a plan that have no result; returns an error text if some failed."""
-    tasks = tasks_of(plan, out, given.pop("share", (1, 1)))
-    failed = train_tasks(plan, out, tasks, progress=progress, **given)
+    """Train the tasks that have no result; returns an error text if some failed."""
+    length = plan.experiment.sequence_length
+    if not launcher:
+        with_accumulation(plan.experiment, plan.global_batch, processes=1)
+    if plan.data is not None:
+        # Before anything is written, and so that the runs share the cache that this makes.
+        load_data(data, plan.validation, plan.of_seed(plan.seeds[0]), plan.eval_sequences)
+    with held(plan, store, tasks, array=array, note=progress.note) as waiting:
+        if plan.data is None:
+            some = plan.embedded == "run"
+            embed(
+                data,
+                vocab_size=plan.experiment.model["vocab_size"],
+                sequence_length=length,
+                tokens=plan.tokens if some else None,
+                held_out_tokens=plan.eval_sequences * length if some else None,
+            )
+        slots = 1 if launcher else jobs or max(1, min(devices(), len(waiting)))
+        for task in waiting:
+            write_spec(task, plan, data, imports=imports, jobs=slots, note=progress.note)
+        steps = plan.experiment.steps
+        if waiting:
+            progress.note(f"{len(waiting)} runs of {steps} steps, {slots} at a time.")
+        with progress.running({task.name: (steps, 1.0) for task in waiting}, slots):
+            failed = train_all(waiting, slots, launcher, progress)
     if not failed:
         return []
     return [
@@ -72,46 +150,24 @@ def train(
     ]
 
 
-def _train_share(
-    plan: ComparisonPlan, out: Path, share: tuple[int, int], console: Console, **given: Any
-) -> list[str]:
-    """Train the share of one process of an array; the last one to end writes the tables."""
-    number, count = share
-    if not 1 <= number <= count:
-        raise ValueError(
-            f"--task {number}/{count}; expected K/N with K from 1 to N, as in "
-            "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT of --array=1-N"
-        )
-    failures = train(plan, out, TaskProgress(console), share=share, array=True, **given)
-    tasks = tasks_of(plan, out)
-    done = len(results_of(tasks))
-    if done == len(tasks):
-        with ExitStack() as lock:
-            try:
-                lock.enter_context(Store(out).hold())
-            except ValueError:  # another process found all runs done, and writes
-                return failures
-            return failures + write_results(plan, out, console)
-    console.print(
-        f"{done} of {len(tasks)} runs are done; the process that ends last writes the tables, and "
-        "so does the same command without --task."
-    )
-    return failures
-
-
-def write_results(
-    plan: ComparisonPlan, out: Path, console: Console, *, times: bool = False
+def _write(
+    plan: ComparisonPlan,
+    tasks: Sequence[Task],
+    data: Path,
+    out: Path,
+    console: Console,
+    *,
+    times: bool,
 ) -> list[str]:
     """Write the files of the runs that are done; returns an error text if none could be timed."""
-    tasks, failures = tasks_of(plan, out), []
-    results = results_of(tasks)
+    results, failures = results_of(tasks), []
     if not results:
         return []
     if times:
         trained = {result.scheme for result in results}
         variants = tuple(variant for variant in plan.variants if variant.name in trained)
         try:
-            measure_times(replace(plan, variants=variants), out)
+            measure_times(replace(plan, variants=variants), data, out / TIMES_FILE)
         except (RuntimeError, ValueError, OSError) as error:  # of memory, first of all
             failures.append(f"--times: steps were not timed: {error}")
     write_outputs(plan, results, out, jobs=jobs_of(tasks), console=console)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import os
 import queue
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from metis_hf.lab.compare.data import embed, load_data
-from metis_hf.lab.compare.plan import ComparisonPlan, with_accumulation
 from metis_hf.lab.compare.results import load_result
-from metis_hf.lab.compare.tasks import Task, held, write_spec
+from metis_hf.lab.compare.tasks import Task
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.shared.processes import Children, sigterm_raises
 
@@ -26,74 +22,7 @@ LOG_FILE = "worker.log"
 _LOG_LINES = 15  # of a failed run's log that its error shows
 
 
-def train_tasks(
-    plan: ComparisonPlan,
-    out: Path,
-    tasks: Sequence[Task],
-    *,
-    jobs: int | None = None,
-    launcher: str = "",
-    imports: Sequence[str] = (),
-    array: bool = False,
-    progress: TaskProgress | None = None,
-) -> list[str]:
-    """Train the tasks that have no result yet; return an error text for each failure.
-
-    Interrupted, it goes on where it stopped: finished runs are not repeated, and others resume from
-    their last whole checkpoint. A run that fails does not stop the others. The runs end when this
-    process does, however it ends.
-
-    Args:
-        plan: what to compare.
-        out: the comparison's directory.
-        tasks: of the plan, all of them or the share of one process of an array.
-        jobs: runs side by side; None takes the number of accelerators, or of CPU cores.
-        launcher: command that starts a run on several devices; one run at a time.
-        imports: sources of schemes, as `absolute_source` gives them.
-        array: other processes work on the plan too, so all must have the same numerics.
-        progress: shows what happens; None is silent.
-
-    Raises:
-        ValueError: the directory or a run in it belongs to something else or is in use (`held`);
-            `jobs` is below 1 or contradicts the launcher; the data do not fit the model.
-    """
-    if launcher and jobs not in (None, 1):
-        raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"jobs={jobs}; expected at least 1, the runs side by side")
-    if not launcher:
-        with_accumulation(plan.experiment, plan.global_batch, processes=1)
-    if plan.data is not None:
-        # Before anything is written, and so that the runs share the cache that this makes.
-        load_data(plan.data, plan.validation, plan.of_seed(plan.seeds[0]), plan.eval_sequences)
-    progress = progress or TaskProgress(None)
-    with held(plan, out, tasks, array=array, note=progress.note) as waiting:
-        data = Path(plan.data) if plan.data is not None else out / "data"
-        if plan.data is None:
-            _embed(plan, data)
-        slots = 1 if launcher else jobs or max(1, min(_devices(), len(waiting)))
-        for task in waiting:
-            write_spec(task, plan, data, imports=imports, jobs=slots, note=progress.note)
-        steps = plan.experiment.steps
-        if waiting:
-            progress.note(f"{len(waiting)} runs of {steps} steps, {slots} at a time.")
-        with progress.running({task.name: (steps, 1.0) for task in waiting}, slots):
-            return _train_all(waiting, slots, shlex.split(launcher), progress)
-
-
-def _embed(plan: ComparisonPlan, data: Path) -> None:
-    length = plan.experiment.sequence_length
-    some = plan.embedded == "run"
-    embed(
-        data,
-        vocab_size=plan.experiment.model["vocab_size"],
-        sequence_length=length,
-        tokens=plan.tokens if some else None,
-        held_out_tokens=plan.eval_sequences * length if some else None,
-    )
-
-
-def _devices() -> int:
+def devices() -> int:
     """Return runs that a machine can hold: one for each accelerator, else one for each CPU core."""
     if torch.accelerator.is_available():
         return torch.accelerator.device_count()
@@ -104,18 +33,20 @@ def slot_environment(slot: int, slots: int) -> dict[str, str]:
     """Return a run's share of the machine: its accelerator, or its part of the CPU's threads."""
     if torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(i) for i in range(_devices())]
+        names = visible.split(",") if visible else [str(i) for i in range(devices())]
         return {"CUDA_VISIBLE_DEVICES": names[slot % len(names)]}
     if torch.accelerator.is_available():
         return {}
-    return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _devices() // slots))
-    }
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, devices() // slots))}
 
 
-def _train_all(
+def train_all(
     tasks: Sequence[Task], slots: int, launcher: list[str], progress: TaskProgress
 ) -> list[str]:
+    """Train the tasks, `slots` at a time; return an error text for each failure.
+
+    The processes of the tasks end when this process does, however it ends.
+    """
     free: queue.Queue[int] = queue.Queue()
     for slot in range(slots):
         free.put(slot)

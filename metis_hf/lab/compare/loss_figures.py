@@ -27,6 +27,20 @@ from metis_hf.lab.show.figure import (
 from metis_hf.schemes import CONTROL
 
 
+def plot_all(
+    summaries: Sequence[Summary], results: Sequence[SchemeResult], out: Path, title: str
+) -> None:
+    """Draw the three figures into a directory; those without a gap are removed."""
+    plot_curves(results, out / "loss.png", title)
+    for name in ("gap.png", "cost.png"):  # of fewer variants may be none
+        (out / name).unlink(missing_ok=True)
+    if any(summary.gap is not None for summary in summaries):
+        # As in the curves, whatever order the table has.
+        styles = scheme_styles([result.scheme for result in results])
+        plot_gaps(summaries, results, styles, out / "gap.png")
+        plot_costs(summaries, styles, out / "cost.png", title)
+
+
 def curves(results: Sequence[SchemeResult]) -> dict[str, tuple[list[int], list[list[float]]]]:
     """Return variant -> (steps, the training losses of each seed at these steps)."""
     found: dict[str, list[dict[int, float]]] = {}

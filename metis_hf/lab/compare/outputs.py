@@ -20,19 +20,14 @@ from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.statistics import Summary, summarize
 from metis_hf.lab.compare.step_times import TIMES_FILE, load_times
 from metis_hf.lab.cost import meta_model, model_overhead
-from metis_hf.lab.show.figure import scheme_styles
 from metis_hf.lab.show.table import terminal_table
 from metis_hf.layers.experts import has_fused_experts
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.numbers import short_number
-from metis_hf.shared.records import environment, read_json, write_json
+from metis_hf.shared.records import environment, write_json
 
 RECORD_FILE = "compare.json"
 PUBLISHED_FILE = "published.md"
-UNRECORDED = (
-    "Steps were timed as Python starts them; the runs themselves played recorded CUDA graphs, "
-    "where schemes cost less."
-)
 FILES = (
     RECORD_FILE, "table.md", "table.tex", "table.csv", PUBLISHED_FILE,
     "loss.png", "gap.png", "cost.png",
@@ -51,13 +46,13 @@ def write_outputs(
 
     Args:
         plan: what was compared.
-        results: of its runs; step times that `timing` has measured side by side, of all their
-            variants, go before theirs. Times of runs that shared the machine are not shown.
+        results: of its runs. Their step times are shown if they had the machine to themselves
+            and none of `measure_times` go before.
         out: the comparison's directory.
         jobs: runs side by side; None where it is not known.
         console: where the table goes.
     """
-    times = load_times(plan, out, {result.scheme for result in results})
+    times, about_times = load_times(plan, out / TIMES_FILE, {r.scheme for r in results})
     if times:
         results = [replace(r, seconds_per_step=times[r.scheme]) for r in results]
     timed = bool(times) or jobs == 1
@@ -68,7 +63,7 @@ def write_outputs(
         *loss_table.findings(summaries, plan.reference),
         *different_machines(results),
         *different_code(results),
-        *about_times(out, times),
+        *about_times,
     ]
     record = {
         "plan": plan.settings(),
@@ -119,14 +114,7 @@ def write_tables(
     (out / "table.md").write_text(body)
     (out / "table.tex").write_text(loss_table.latex(summaries, reference, timed=timed))
     (out / "table.csv").write_text(loss_table.as_csv(summaries))
-    loss_figures.plot_curves(results, out / "loss.png", sentences[0])
-    for name in ("gap.png", "cost.png"):  # of fewer variants may be none
-        (out / name).unlink(missing_ok=True)
-    if any(summary.gap is not None for summary in summaries):
-        # As in the curves, whatever order the table has.
-        styles = scheme_styles([r.scheme for r in results])
-        loss_figures.plot_gaps(summaries, results, styles, out / "gap.png")
-        loss_figures.plot_costs(summaries, styles, out / "cost.png", sentences[0])
+    loss_figures.plot_all(summaries, results, out, sentences[0])
 
 
 def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> dict[str, float]:
@@ -196,17 +184,6 @@ def _mixed(
             found.setdefault(value, set()).update(schemes)
     text = "; ".join(f"{value}: {', '.join(sorted(schemes))}" for value, schemes in found.items())
     return [f"Runs of different {what}. {text}."] if text else []
-
-
-def about_times(out: Path, times: Mapping[str, float]) -> list[str]:
-    """Say so where steps were timed otherwise than they were trained, or times are left out."""
-    if not (out / TIMES_FILE).exists():
-        return []
-    if not times:
-        return [
-            f"Step times in {TIMES_FILE} are of other code or variants; --times measures again."
-        ]
-    return [UNRECORDED] if read_json(out / TIMES_FILE).get("unrecorded") else []
 
 
 def _compact(result: SchemeResult) -> dict[str, Any]:

@@ -30,11 +30,15 @@ from metis_hf.training.cuda_graph import obstacles
 from metis_hf.training.weight_reuse import reuse_weights
 
 TIMES_FILE = "times.json"
+UNRECORDED = (
+    "Steps were timed as Python starts them; the runs themselves played recorded CUDA graphs, "
+    "where schemes cost less."
+)
 WARM_UP, ROUNDS = 3, 9  # steps of each variant
 
 
-def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
-    """Return seconds of an optimizer step of each variant, written to `out/times.json`.
+def measure_times(plan: ComparisonPlan, data: Path, path: Path) -> dict[str, float]:
+    """Return seconds of an optimizer step of each variant, which a file gets too.
 
     Medians over rounds in which every variant takes one step on the same batch: forward and
     backward passes of the micro-batches, clipping, the optimizer. All models are in memory at once.
@@ -42,9 +46,10 @@ def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
 
     Args:
         plan: what is compared; its first seed is taken.
-        out: the comparison's directory, which has its data.
+        data: as `load_data` takes it.
+        path: of the file, for `load_times`.
     """
-    batches = batches_of_a_step(plan, out)
+    batches = batches_of_a_step(plan, data)
     steps = {variant.name: step_of(plan, variant, batches) for variant in plan.variants}
     rounds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in tqdm(range(WARM_UP + ROUNDS), desc="timing steps side by side", leave=False):
@@ -57,20 +62,26 @@ def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
     unrecorded = {"unrecorded": True} if not obstacles(_arguments(plan)) else {}
     of = {variant.name: _identity(plan, variant) for variant in plan.variants}
     found = {"seconds": seconds, "rounds": ROUNDS, "of": of, **unrecorded, **environment()}
-    write_json(out / TIMES_FILE, found)
+    write_json(path, found)
     return seconds
 
 
-def load_times(plan: ComparisonPlan, out: Path, names: Collection[str]) -> dict[str, float]:
-    """Return the times that `measure_times` wrote, if it measured all these variants; else {}.
+def load_times(
+    plan: ComparisonPlan, path: Path, names: Collection[str]
+) -> tuple[dict[str, float], list[str]]:
+    """Return the times that `measure_times` wrote, and a sentence that belongs under their table.
 
-    Only times that were measured side by side are comparable. Times of other code, or of another
-    variant of the same name, are left out.
+    Only times that were measured side by side are comparable: there are none ({}) unless the file
+    has all these variants. Times of other code, or of another variant of the same name, do not
+    count.
     """
-    path = out / TIMES_FILE
-    found: dict[str, Any] = read_json(path) if path.exists() else {}
+    if not path.exists():
+        return {}, []
+    found = read_json(path)
     asked = {each.name: _identity(plan, each) for each in plan.variants if each.name in names}
-    return found["seconds"] if found and asked.items() <= found.get("of", {}).items() else {}
+    if asked.items() <= found.get("of", {}).items():
+        return found["seconds"], [UNRECORDED] if found.get("unrecorded") else []
+    return {}, [f"Step times in {path.name} are of other code or variants; --times measures again."]
 
 
 def _identity(plan: ComparisonPlan, variant: Variant) -> str:
@@ -80,9 +91,9 @@ def _identity(plan: ComparisonPlan, variant: Variant) -> str:
     return task_key(variant.fields(), sources)
 
 
-def batches_of_a_step(plan: ComparisonPlan, out: Path) -> list[Tensor]:
+def batches_of_a_step(plan: ComparisonPlan, data: Path) -> list[Tensor]:
     """Return the micro-batches of one step, [sequences tokens]."""
-    experiment, data = plan.of_seed(plan.seeds[0]), plan.data or out / "data"
+    experiment = plan.of_seed(plan.seeds[0])
     dataset, _, _ = load_data(data, plan.validation, experiment, plan.eval_sequences)
     rows = dataset.select(range(plan.global_batch))["input_ids"]
     ids = torch.stack([torch.as_tensor(row) for row in rows])

@@ -17,7 +17,7 @@ from metis_hf.lab.compare.training import drop_checkpoints
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.cost import meta_model
 from metis_hf.lab.store import Store, numerics_digest, task_key
-from metis_hf.schemes import source_digests
+from metis_hf.schemes import import_schemes, source_digests
 from metis_hf.shared.inputs import digest_of_path
 from metis_hf.shared.records import read_json, write_json
 
@@ -71,14 +71,12 @@ class Task:
             )
 
 
-def tasks_of(plan: ComparisonPlan, out: Path, share: tuple[int, int] = (1, 1)) -> list[Task]:
-    """Return the tasks of a plan, seed by seed; of a share (K, N) every N-th from the K-th."""
-    number, count = share
-    tasks = [
+def tasks_of(plan: ComparisonPlan, out: Path) -> list[Task]:
+    """Return the tasks of a plan, seed by seed."""
+    return [
         Task(variant, seed, out / "runs" / directory_name(variant.name) / f"seed-{seed}")
         for variant, seed in plan.runs()
     ]
-    return tasks[number - 1 :: count]
 
 
 def results_of(tasks: Sequence[Task]) -> list[SchemeResult]:
@@ -87,11 +85,14 @@ def results_of(tasks: Sequence[Task]) -> list[SchemeResult]:
     return [result for result in found if result is not None]
 
 
-def remembered_imports(out: Path) -> list[str]:
-    """Return the sources of schemes that a comparison was last started with."""
+def import_remembered(out: Path) -> list[str]:
+    """Import the sources of schemes that a comparison was last started with; returns them."""
     specs = list(out.glob(f"runs/*/*/{SPEC_FILE}"))
     latest = max(specs, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return [] if latest is None else read_json(latest).get("imports", [])
+    sources: list[str] = [] if latest is None else read_json(latest).get("imports", [])
+    for source in sources:
+        import_schemes(source)
+    return sources
 
 
 def jobs_of(tasks: Sequence[Task]) -> int | None:
@@ -102,9 +103,9 @@ def jobs_of(tasks: Sequence[Task]) -> int | None:
 
 @contextmanager
 def held(
-    plan: ComparisonPlan, out: Path, tasks: Sequence[Task], *, array: bool, note: Note
+    plan: ComparisonPlan, store: Store, tasks: Sequence[Task], *, array: bool, note: Note
 ) -> Iterator[list[Task]]:
-    """Claim a directory, hold the tasks that have no result, and yield these.
+    """Claim the store of a comparison, hold the tasks that have no result, and yield these.
 
     With `array`, several processes work on the plan, so that all must have the same numerics.
     `note` is told of damaged results, and of code that has changed.
@@ -117,7 +118,6 @@ def held(
     folder = plan.tasks_dir if plan.tasks else None
     read = (plan.experiment.checkpoint, plan.data, plan.validation, folder)
     inputs = {path: digest_of_path(Path(path)) for path in read if path is not None}
-    store = Store(out)
     with ExitStack() as locks:
         if array:
             inputs[_NUMERICS] = numerics_digest()

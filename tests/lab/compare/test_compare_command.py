@@ -20,7 +20,6 @@ from metis_hf.cli.demo import QUICK_TIME
 from metis_hf.lab.compare import plan as plans
 from metis_hf.lab.compare import step_times
 from metis_hf.lab.compare.data import load_data
-from metis_hf.lab.compare.outputs import about_times
 from metis_hf.lab.compare.plan import make_plan
 from metis_hf.lab.compare.step_times import load_times
 from metis_hf.shared.records import bf16_units
@@ -145,25 +144,26 @@ def test_times_of_other_variants_are_not_mixed_in(tmp_path, monkeypatch):
         own = {"variants": {"own": {"scheme": "nvfp4", **fields}}, "schemes": ["bf16", "metis"]}
         return make_plan(**CONFIG | own)
 
-    plan = planned()
+    plan, path = planned(), tmp_path / "times.json"
+    assert load_times(plan, path, {"bf16", "own"}) == ({}, [])
     monkeypatch.setattr(step_times, "batches_of_a_step", lambda *_: [])
     monkeypatch.setattr(step_times, "step_of", lambda *_: lambda: None)
     measured = [variant for variant in plan.variants if variant.name != "metis"]
-    seconds = step_times.measure_times(replace(plan, variants=tuple(measured)), tmp_path)
+    only = replace(plan, variants=tuple(measured))
+    seconds = step_times.measure_times(only, tmp_path / "data", path)
     assert seconds.keys() == {"bf16", "own"}
-    assert load_times(plan, tmp_path, {"bf16", "own"}) == seconds
-    assert load_times(plan, tmp_path, {"bf16"}) == seconds
-    assert load_times(plan, tmp_path, {"bf16", "metis"}) == {}
-    assert about_times(tmp_path, seconds) == []
-    (said,) = about_times(tmp_path, {})
+    assert load_times(plan, path, {"bf16", "own"}) == (seconds, [])
+    assert load_times(plan, path, {"bf16"}) == (seconds, [])
+    none, (said,) = load_times(plan, path, {"bf16", "metis"})
+    assert none == {}
     assert "times.json are of other code or variants; --times measures again" in said
     other = planned(forward_rounding="stochastic")
-    assert load_times(other, tmp_path, {"bf16"}) == seconds
-    assert load_times(other, tmp_path, {"bf16", "own"}) == {}
+    assert load_times(other, path, {"bf16"}) == (seconds, [])
+    assert load_times(other, path, {"bf16", "own"}) == ({}, [said])
     monkeypatch.setattr(step_times, "task_key", lambda *_: "of other code")
-    assert load_times(plan, tmp_path, {"bf16", "own"}) == {}
-    (tmp_path / "times.json").write_text('{"seconds": {"bf16": 1.0, "own": 2.0}}')  # as before
-    assert load_times(plan, tmp_path, {"bf16", "own"}) == {}
+    assert load_times(plan, path, {"bf16", "own"}) == ({}, [said])
+    path.write_text('{"seconds": {"bf16": 1.0, "own": 2.0}}')  # as before
+    assert load_times(plan, path, {"bf16", "own"}) == ({}, [said])
 
 
 def test_the_documentation_says_how_long_the_quick_demo_takes():

@@ -132,7 +132,7 @@ def test_times_take_nothing_with_them(compare, out, monkeypatch):
     """One variant failed, and the others do not fit into memory at once."""
     timed = []
 
-    def measure(plan, out):
+    def measure(plan, data, path):
         timed.extend(variant.name for variant in plan.variants)
         raise RuntimeError("out of memory")
 
@@ -240,6 +240,14 @@ class TestArray:
         before = self.done(out)
         assert compare(share=(2, 3), **PLAN) == []  # once more: nothing to do
         assert self.done(out) == before
+
+    def test_the_last_process_times_the_steps(self, compare, monkeypatch):
+        timed: list = []
+        monkeypatch.setattr(command, "measure_times", lambda *given: timed.append(given))
+        for number in (1, 2):
+            assert timed == []
+            assert compare(share=(number, 2), times=True, **PLAN) == []
+        assert len(timed) == 1
 
     def test_the_whole_command_trains_the_rest(self, compare, out):
         assert compare(share=(1, 3), **PLAN) == []

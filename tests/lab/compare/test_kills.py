@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import multiprocessing
 import os
@@ -19,18 +18,15 @@ import psutil
 import pytest
 import torch
 from conftest import hear_interrupts
-from rich.console import Console
 from safetensors.torch import load_file
 
 from lab.compare import kills
 from lab.compare.comparing import CONFIG, METIS_HF, write_config
 from metis_hf.cli.main import main
 from metis_hf.data import corpus
-from metis_hf.lab.compare.command import train
+from metis_hf.lab.compare.command import compare_schemes
 from metis_hf.lab.compare.data import embed
-from metis_hf.lab.compare.plan import make_plan
 from metis_hf.lab.compare.results import load_result
-from metis_hf.lab.show.progress import TaskProgress
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +92,7 @@ def launcher(hook, argument=""):
 
 def trained(out, **given):
     """(numbers of the run, or None; the errors) of a comparison of one run."""
-    errors = train(make_plan(**CONFIG | {"schemes": ["nvfp4"], "seeds": [0]}), out, **given)
+    errors = compare_schemes(CONFIG | {"schemes": ["nvfp4"], "seeds": [0]}, out, **given)
     result = load_result(out / "runs/nvfp4/seed-0")
     return None if result is None else numbers(result), errors
 
@@ -127,14 +123,14 @@ def out(data, tmp_path):
 
 class TestWorker:
     @pytest.mark.parametrize(("hook", "argument"), [(IN_SAVE, "optimizer"), (IN_EVALUATION, "")])
-    def test_goes_on(self, hook, argument, whole_comparison, out):
+    def test_goes_on(self, hook, argument, whole_comparison, out, capsys):
         result, (error,) = trained(out, launcher=launcher(hook, argument))
         assert result is None
         assert "exit code -9" in error
-        console = Console(file=io.StringIO())
-        assert trained(out, progress=TaskProgress(console)) == whole_comparison
+        capsys.readouterr()
+        assert trained(out) == whole_comparison
         log = (out / "runs/nvfp4/seed-0/worker.log").read_text()
-        for text in (log, console.file.getvalue()):
+        for text in (log, capsys.readouterr().out):
             assert ("checkpoint-2 is taken instead" in text) == (hook == IN_SAVE)
 
 
