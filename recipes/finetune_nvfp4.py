@@ -170,7 +170,7 @@ def load(a: Arguments, training: TrainingArguments) -> Any:
 
 
 def check(a: Arguments, training: TrainingArguments) -> Workload:
-    """Refuse what could not run; return what is trained."""
+    """Refuse arguments that could not run; return the amount of training."""
     if not a.model:
         raise ValueError("no model: give a directory or hub name, or try --smoke")
     if a.data is None:
