@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -37,11 +37,11 @@ class Scorer:
         check_reference(name, tokens)
         self.tokens, self.batch_size, self.name = tokens, batch_size, name
         self.tokenizer = AutoTokenizer.from_pretrained(name)
-        self.prefix = _prefix(self.tokenizer)
         self.device = torch.device(device_type())
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         self.model = model.to(self.device).eval()
+        self.prefix = prefix_token(self.tokenizer, model.config, name, "--reference-model")
 
     def score(self, texts: Sequence[str]) -> np.ndarray:
         """Return nats per token, the mean negative log-likelihood; perplexity is its exponential.
@@ -125,20 +125,7 @@ def check_reference(name: str, tokens: int) -> None:
             f"--reference-model {name} has no weights ({', '.join(_WEIGHTS)}); save the model "
             "there, or name another"
         )
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    prefix = _prefix(tokenizer)
-    if prefix is None:
-        raise ValueError(
-            f"the tokenizer of {name} has neither a bos_token nor an eos_token to put before a "
-            "text; set one and save it, or use another --reference-model"
-        )
-    highest = max(tokenizer.vocab_size - 1, prefix)
-    known = getattr(config.get_text_config(), "vocab_size", None)
-    if known is not None and highest >= known:
-        raise ValueError(
-            f"the tokenizer of {name} gives tokens up to {highest}, and the model knows {known}: "
-            "they do not belong together; save the model's own tokenizer beside it"
-        )
+    prefix_token(AutoTokenizer.from_pretrained(name), config, name, "--reference-model")
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is not None and tokens + 1 > context:
         raise ValueError(
@@ -147,7 +134,33 @@ def check_reference(name: str, tokens: int) -> None:
         )
 
 
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token that is put before a text."""
-    prefix = tokenizer.bos_token_id
-    return tokenizer.eos_token_id if prefix is None else prefix
+def prefix_token(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str, option: str
+) -> int:
+    """Return the token that is put before a text: BOS, or EOS if there is no other.
+
+    Args:
+        tokenizer: of the model.
+        config: of the model.
+        name: of both, for people.
+        option: of the command line that chooses another tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has neither, or gives tokens (added ones aside) that the model
+            does not embed.
+    """
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if prefix is None:
+        raise ValueError(
+            f"the tokenizer of {name} has neither a bos_token nor an eos_token to put before a "
+            f"text; set one and save it, or give another {option}"
+        )
+    highest = max(tokenizer.vocab_size - 1, prefix)
+    known = getattr(config.get_text_config(), "vocab_size", None)
+    if known is not None and highest >= known:
+        raise ValueError(
+            f"the tokenizer of {name} gives tokens up to {highest}, and the model knows {known}: "
+            "they do not belong together; save the model's own tokenizer beside it, or give "
+            f"another {option}"
+        )
+    return prefix

@@ -13,6 +13,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from metis_hf.config import MetisConfig
+from metis_hf.data.perplexity import prefix_token
 from metis_hf.lab.checkpoint import Checkpoint
 from metis_hf.lab.evaluate import formats
 from metis_hf.lab.evaluate.held_out import LOSS_TASK, HeldOutText, read_text
@@ -28,7 +29,7 @@ from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import device_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 PAPER_TOKENS = 2048  # more than a request of the paper's tasks has
 # A CPU gains nothing from more, and the logits of 8 sequences of 1024 GPT-2 tokens take 1.6 GB.
@@ -163,7 +164,8 @@ def _jobs(
     for checkpoint in checkpoints:
         checkpoint.check(options.precision)
         tokenizer = checkpoint.tokenizer(options.tokenizer)
-        _check_vocabulary(checkpoint, tokenizer)
+        name = f"{checkpoint.label} ({tokenizer.name_or_path})"
+        prefix_token(tokenizer, checkpoint.config(), name, "--tokenizer")  # lm-eval puts it there
         if text is not None:
             text.check(tokenizer, options.limit_of(LOSS_TASK))
         precisions = checkpoint.precisions(options.precision)
@@ -174,25 +176,6 @@ def _jobs(
         weights = checkpoint.fingerprint()
         jobs += [Job(checkpoint, precision, tokenizer, weights) for precision in precisions]
     return jobs
-
-
-def _check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer whose tokens (but added ones) a model lacks, or without prefix token."""
-    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if prefix is None:
-        raise ValueError(
-            f"the tokenizer of {checkpoint.label} ({tokenizer.name_or_path}) has neither a BOS nor "
-            "an EOS token, one of which lm-eval puts before each text; set "
-            "tokenizer.eos_token and save it, or name another with --tokenizer"
-        )
-    highest = max(tokenizer.vocab_size - 1, prefix)
-    known = getattr(checkpoint.config().get_text_config(), "vocab_size", None)
-    if known is not None and highest >= known:
-        raise ValueError(
-            f"the tokenizer of {checkpoint.label} ({tokenizer.name_or_path}) gives tokens up to "
-            f"{highest}, and the model knows {known}: they do not belong together; save the "
-            "model's own tokenizer beside it, or name it with --tokenizer"
-        )
 
 
 def _evaluate(

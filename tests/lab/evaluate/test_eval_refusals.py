@@ -65,7 +65,7 @@ def test_refused_before_the_first_evaluation(runs, tokenizer, tmp_path, monkeypa
     without = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     without.save_pretrained(tmp_path / "without")
     said = refused(good, "--tokenizer", tmp_path / "without")
-    assert "without) has neither a BOS nor an EOS token" in said
+    assert "without) has neither a bos_token nor an eos_token" in said
     assert not out.exists()
     out.write_text("a file")
     assert "out cannot be written to (" in refused(good)
