@@ -34,11 +34,11 @@ class Cell:
     note: str = ""
 
 
-def number(value: float, spec: str = ".3g", *, shade: float = 0.0, note: str = "") -> Cell:
+def number(value: float, spec: str = ".3g", *, shade: float = 0.0) -> Cell:
     """Return a numeric cell; NaN and infinity are shown as such and flagged."""
     if not math.isfinite(value):
-        return Cell(str(value), value, 1.0, note or "not finite")
-    return Cell(format(value, spec), value, shade, note)
+        return Cell(str(value), value, 1.0, "not finite")
+    return Cell(format(value, spec), value, shade)
 
 
 @dataclass

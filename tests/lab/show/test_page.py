@@ -28,7 +28,7 @@ def page():
     rows = [
         [Cell("b"), number(10.0), Cell("x")],
         [Cell("a"), number(math.nan), Cell("y")],
-        [Cell("c"), number(9.0, shade=0.5, note="close"), Cell("z")],
+        [Cell("c"), Cell("9", 9.0, 0.5, "close"), Cell("z")],
     ]
     return made.section("Second").table(["name", "value", "word"], rows, "Three rows.")
 
