@@ -95,11 +95,11 @@ class EvalResult:
         """Return results of different tasks as one, with what lm-eval tells task by task."""
         sections = ("results", "versions", "n-samples", "higher_is_better")
         return cls(
-            {name: _union(one.harness.get(name, {}) for one in results) for name in sections},
-            _union(one.samples for one in results),
+            {name: union(one.harness.get(name, {}) for one in results) for name in sections},
+            union(one.samples for one in results),
             sum(one.truncated for one in results),
             sum(one.truncated_tokens for one in results),
-            _union(one.nonfinite for one in results),
+            union(one.nonfinite for one in results),
         )
 
     @property
@@ -121,7 +121,8 @@ class EvalResult:
         }
 
 
-def _union(dictionaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def union(dictionaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return dictionaries as one; of a key that several have, the last one's value."""
     return {key: value for one in dictionaries for key, value in one.items()}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from metis_hf.lab.evaluate import paper
 from metis_hf.lab.evaluate.held_out import LOSS_TASK
-from metis_hf.lab.evaluate.results import headline, is_share, metrics_of
+from metis_hf.lab.evaluate.results import headline, is_share, metrics_of, union
 
 BASES = ("bf16", "dense")  # schemes without quantization; differences are taken to the first
 LOSS, AVERAGE = "Loss", "Avg"
@@ -191,14 +191,11 @@ def _difference_error(score: Score, other: Score) -> float:
 def _joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Join the results of a row's tasks: the first one's `metis`, with all that is told by task."""
     ours = [one["metis"] for one in results]
-
-    def union(sources: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-        return {task: value for one in sources for task, value in one[name].items()}
-
+    sections = ("results", "higher_is_better", "items")
     return {
         **ours[0],
-        **{name: union(results, name) for name in ("results", "higher_is_better", "items")},
-        "nonfinite": union(ours, "nonfinite"),
+        **{name: union(one[name] for one in results) for name in sections},
+        "nonfinite": union(one["nonfinite"] for one in ours),
         "limits": {one["settings"]["task"]: one["settings"]["limit"] for one in ours},
         **{name: sum(one[name] for one in ours) for name in TRUNCATED},
         **{name: next((o[name] for o in ours if o[name] is not None), None) for name in HELD_OUT},
