@@ -101,7 +101,7 @@ def on_cuda(count: Launches | None = None) -> Iterator[None]:
             if vars(module).get("kernels_for") is kernels_for:
                 replace(module, "kernels_for", lambda *tensors: "triton")
         replace(noise, "_on_host", lambda data: False)
-        replace(noise, "_one_launch", lambda x: triton_noise)
+        replace(noise, "one_launch", lambda x: triton_noise)
         replace(triton.JITFunction, "run", launch)
         replace(Compiled, "__call__", launch_compiled)
         replace(torch, "mm", product)

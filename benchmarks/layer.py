@@ -154,11 +154,11 @@ def measure(
             row["parts_rounds"] = PART_ROUNDS
         rows.append(row)
     if device.type == "cuda":
-        _add_recorded(rows, [step for _, step in found], rounds, budget, device)
+        add_recorded(rows, [step for _, step in found], rounds, budget, device)
     return rows
 
 
-def _add_recorded(
+def add_recorded(
     rows: list[Row],
     steps: Sequence[Callable[[], None]],
     rounds: int,

@@ -35,7 +35,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 FEW = 4  # rounds, below which the range is shown: it is all that they tell
 SPREAD = f"(quartiles; range of < {FEW} rounds)"
-_STAT = Path("/proc/stat")
+STAT = Path("/proc/stat")
 _EVICTING = 1 << 25  # fp32 numbers: 128 MiB, several times the caches of most CPUs
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 
@@ -235,7 +235,7 @@ def busy_share(seconds: float = 1.0) -> float | None:
 
     A load average would still hold the benchmark that ended a moment ago.
     """
-    if not _STAT.exists():
+    if not STAT.exists():
         return None
     before = _core_times()
     time.sleep(seconds)
@@ -245,7 +245,7 @@ def busy_share(seconds: float = 1.0) -> float | None:
 
 def _core_times() -> tuple[int, int]:
     """(all, idle) time of the cores since the system started, in ticks."""
-    ticks = [int(part) for part in _STAT.read_text().split("\n")[0].split()[1:9]]
+    ticks = [int(part) for part in STAT.read_text().split("\n")[0].split()[1:9]]
     return sum(ticks), ticks[3] + ticks[4]  # waiting for a disk is idle too
 
 

@@ -140,7 +140,7 @@ def fingerprint(x: Tensor) -> Tensor:
     """
     x = x.detach()  # of a parameter: kernels take plain tensors
     if x.numel():
-        kernels = _one_launch(x)
+        kernels = one_launch(x)
         if kernels is not None and x.dtype in kernels.DTYPES:
             return kernels.fingerprint(x)
     sample = samples(x).float().view(torch.int32)
@@ -158,7 +158,7 @@ def fingerprints(x: Tensor, other: Tensor, added: int) -> tuple[Any, ...] | None
         (fingerprint of x, fingerprint of the other, their sum, each fingerprint plus the int32
         `added`; the other's without; the call's scratch memory).
     """
-    kernels = _one_launch(x.detach())
+    kernels = one_launch(x.detach())
     if kernels is None or not (x.numel() and other.numel()) or x.device != other.device:
         return None
     known = x.dtype in kernels.DTYPES and other.dtype in kernels.DTYPES
@@ -186,7 +186,7 @@ def use_kernels_of(find: Callable[[Tensor], ModuleType | None]) -> None:
     _find_kernels = find
 
 
-def _one_launch(x: Tensor) -> ModuleType | None:
+def one_launch(x: Tensor) -> ModuleType | None:
     """Return the module that does it in one launch on the device of `x`; None: operations do."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return None
@@ -371,7 +371,7 @@ def uniform(
     """
     size = torch.Size(shape)
     if isinstance(key, Key) and key.data is not None and 0 < size.numel() <= _LARGEST_LAUNCH:
-        kernels = _one_launch(key.data)
+        kernels = one_launch(key.data)
         if kernels is not None:
             return kernels.uniform(size, key, key.data.device)
     width = size[-1] if size else 1
@@ -384,7 +384,7 @@ def uniform(
 def signs(count: int, key: Key) -> Tensor:
     """Return `count` random signs +-1, fp32, where the data of the key is."""
     assert key.data is not None
-    kernels = _one_launch(key.data)
+    kernels = one_launch(key.data)
     if kernels is not None:
         return kernels.uniform(torch.Size((count,)), key, key.data.device, signs=True)
     return 1.0 - 2.0 * (random_bits(count, key, key.data.device) < 0)

@@ -254,7 +254,7 @@ MUTANTS = [
     _m("eval-scheme", "layers/linear.py", "self.scheme if self.training else self.eval_scheme",
        "self.scheme", "evaluation rounds stochastically",
        ("layers/test_gemm.py::test_eval_is_deterministic_and_rounds_to_nearest",)),
-    _m("process-noise", "layers/linear.py", "return self.key.fold(self._batch_rank())",
+    _m("process-noise", "layers/linear.py", "return self.key.fold(self.batch_rank())",
        "return self.key", "all processes round weights alike", NOISE),
     _m("attention-rows", "layers/attention.py", "x = x.mT if by_rows else x",
        "by_rows = False", "backward operands have the blocks of fprop", ATTENTION),

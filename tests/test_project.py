@@ -1,13 +1,16 @@
-"""The project's own files agree: versions, changelog, citation, workflow, the map of rooms."""
+"""The project's own files agree: versions, changelog, citation, workflow, rooms, tests' reading."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+import torch
 import yaml
 from mutants import MUTANTS
 from packaging.version import Version
@@ -17,6 +20,7 @@ import metis_hf
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 PAPER = "2509.00404"
+FOREIGN = {*dir(torch.nn.Module()), *dir(os)}  # private names of others that we have too
 
 
 def test_one_version():
@@ -78,6 +82,70 @@ def test_the_text_of_every_mutant_stands_once_in_the_package():
         assert sum(file.read_text().count(mutant.old) for file in files) == 1, mutant
         for name in mutant.tests:
             assert (ROOT / "tests" / name.split("::")[0]).exists(), mutant
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Private functions, classes, variables of modules and classes, and attributes of self."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = [node.name]
+        if isinstance(node, ast.Module | ast.ClassDef):
+            assigned = [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
+            names += [n.id for each in assigned for n in ast.walk(each) if isinstance(n, ast.Name)]
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names = [node.attr] if getattr(node.value, "id", "") == "self" else []
+        yield from (name for name in names if re.match("_(?!_)", name) and name not in FOREIGN)
+
+
+def names_read(test: str) -> Iterator[str]:
+    """Names that a test imports or reads off something, as `x.name` or by the text "name"."""
+    for node in ast.walk(ast.parse(test)):
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") != "self":
+            yield node.attr
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in ("getattr", "hasattr", "setattr", "delattr", "object", "patch"):
+                texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                yield from (str(text).split(".")[-1] for text in texts)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "from metis_hf.x import _f",
+        "x._f(2)",
+        "x._Class.part",
+        "x._LIMIT",
+        "layer._state",
+        'monkeypatch.setattr(x, "_f", None)',
+        'mock.patch("metis_hf.x._f")',
+    ],
+)
+def test_private_names_are_found(test):
+    source = (
+        "_LIMIT: int = 1\n"
+        "def _f(): ...\n"
+        "class _Class(nn.Module):\n"
+        "    def __init__(self): self._state = 1\n"
+        "    def _apply(self): ...\n"
+    )
+    names = {*private_names(source)}
+    assert names == {"_LIMIT", "_f", "_Class", "_state"}
+    assert names & {*names_read(test)}
+
+
+def test_tests_read_no_private_names():
+    """Neither the package's, nor those of benchmarks, studies and recipes."""
+    rooms = ("metis_hf", "benchmarks", "eval", "recipes")
+    sources = [path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py")]
+    private = {name for source in sources for name in private_names(source)}
+    assert len(private) > 500
+    tests = {path: {*names_read(path.read_text())} for path in (ROOT / "tests").rglob("*.py")}
+    found = {str(path.relative_to(ROOT)): names & private for path, names in tests.items()}
+    assert not {path: names for path, names in found.items() if names}
 
 
 @pytest.mark.slow

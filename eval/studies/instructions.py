@@ -27,7 +27,7 @@ SHORTEST, LONGEST = 240, 1200  # characters of a paragraph
 FEWEST, MOST = 3, 8  # sentences of a paragraph
 _SENTENCE_END = re.compile(r'(?<=[.!?]["”\')])\s+|(?<=[.!?])\s+(?=["“\'(]?[A-Z])')
 # Whole words: neither "couldn" of "couldn't" nor "fianc" of "fiancée".
-_WORD = re.compile(r"(?<![\w'\u2019])[a-z]{5,}(?![\w'\u2019])")
+WORD = re.compile(r"(?<![\w'\u2019])[a-z]{5,}(?![\w'\u2019])")
 Conversation = tuple[str, str]
 
 
@@ -78,7 +78,7 @@ def _restore(sentences: list[str], rng: random.Random) -> Conversation:
 
 def _find(sentences: list[str], rng: random.Random) -> Conversation:
     whole = " ".join(sentences)
-    words = [word for word in _WORD.findall(whole.lower()) if whole.lower().count(word) == 1]
+    words = [word for word in WORD.findall(whole.lower()) if whole.lower().count(word) == 1]
     if not words:
         return _continue(sentences, rng)
     word = rng.choice(words)

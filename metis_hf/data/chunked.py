@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 META = "meta.json"
 ARGUMENTS = "arguments.json"
 TOKENIZER = "tokenizer"  # a copy of the tokenizer
-_REQUIRED = ("tokenizer", "seq_len", "num_sequences", "num_tokens", "vocab_size", "eos_token_id")
+REQUIRED = ("tokenizer", "seq_len", "num_sequences", "num_tokens", "vocab_size", "eos_token_id")
 _ROW_GROUP = 1024  # sequences: what a streaming reader holds at a time
 
 
@@ -89,7 +89,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
         meta = read_json(path)
     except ValueError as error:
         raise ValueError(f"{error}; prepare the data again") from None
-    missing = [key for key in _REQUIRED if not isinstance(meta, dict) or key not in meta]
+    missing = [key for key in REQUIRED if not isinstance(meta, dict) or key not in meta]
     if missing:
         raise ValueError(
             f"{path} lacks {', '.join(missing)}; expected what recipes/prepare_data.py writes"

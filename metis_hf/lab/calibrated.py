@@ -86,7 +86,7 @@ def calibrated_model(
             f"{checkpoint} is quantized by {method!r} already; give the model that it was made of"
         )
     reads = _quantizes_inputs(config, calibration)
-    rows = _rows(config, checkpoint, calibration) if reads else None
+    rows = calibration_rows(config, checkpoint, calibration) if reads else None
     model = load_model(checkpoint)
     _convert(model, calibration, report)
     check_packable(model)
@@ -166,8 +166,14 @@ def _static(config: MetisConfig) -> list[StaticScales]:
     return [scheme.state for scheme in schemes if isinstance(scheme.state, StaticScales)]
 
 
-def _rows(config: PreTrainedConfig, checkpoint: str | Path, calibration: Calibration) -> Tensor:
-    """Return token ids [n length]."""
+def calibration_rows(
+    config: PreTrainedConfig, checkpoint: str | Path, calibration: Calibration
+) -> Tensor:
+    """Return the token ids [n length] that a checkpoint of this config is calibrated on.
+
+    Raises:
+        ValueError: no text, one too short, or a model that reads more than token ids.
+    """
     if calibration.text is None:
         raise ValueError(
             "the inputs of this model's layers are quantized too, so their scales need a text to "

@@ -155,13 +155,13 @@ class MetisLayer(nn.Module):
 
     def noise_key(self) -> Key:
         """Return the static part of this layer's noise keys: seed, layer name, process rank."""
-        return self.key.fold(self._batch_rank())
+        return self.key.fold(self.batch_rank())
 
     def input_noise_key(self) -> Key:
         """Return the same for inputs, which layers share: config seed, process rank."""
-        return self.input_key.fold(self._batch_rank())
+        return self.input_key.fold(self.batch_rank())
 
-    def _batch_rank(self) -> int:
+    def batch_rank(self) -> int:
         """Return the process rank; processes that compute one batch together have one number."""
         return process_rank() // (1 if self.shards is None else self.shards.size)
 
@@ -180,7 +180,7 @@ class MetisLayer(nn.Module):
             x,
             weight,
             self.input_noise_key(),
-            rank=self._batch_rank(),
+            rank=self.batch_rank(),
             trains=any(getattr(self, name).requires_grad for name in self.weight_form.names),
         )
 

@@ -110,7 +110,7 @@ def test_what_the_warning_says_of_the_reference():
         for (name, dtype, kernels), time in ms.items()
         if kernels == "compiled" and dtype == "float32"
     ]
-    low, high = map(int, choice._REFERENCE_SLOWER.split(" to "))
+    low, high = map(int, choice.REFERENCE_SLOWER.split(" to "))
     assert low - 0.5 <= min(ratios)
     assert max(ratios) <= high + 0.5
 
@@ -177,7 +177,7 @@ def test_a_predicted_step_holds_the_rounds_of_the_measured_one():
 def test_what_is_busy_is_others_work_of_the_second_before(tmp_path, monkeypatch):
     """The load average would hold the benchmark that has just ended."""
     stat = tmp_path / "stat"
-    monkeypatch.setattr(timing, "_STAT", stat)
+    monkeypatch.setattr(timing, "STAT", stat)
     assert timing.busy_share(0) is None  # a system without it
     # user, nice, system, idle, waiting for disks, two kinds of interrupts, stolen; guests are users
     stat.write_text("cpu  100 0 50 1000 10 0 0 0 7 7\ncpu0 1 2 3\n")

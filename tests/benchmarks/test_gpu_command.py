@@ -20,7 +20,7 @@ from on_gpu import record as records
 from on_gpu import suite
 from on_gpu.record import Clock, CutOff, Item, OutOfTime, Skipped
 
-from metis_hf.data.chunked import _REQUIRED, META
+from metis_hf.data.chunked import META, REQUIRED
 
 
 def skipped(_context):
@@ -224,7 +224,7 @@ def test_what_fails_each_time_keeps_no_other_part_from_its_turn(call):
 def test_other_options_than_those_of_the_results_are_refused(call, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / META).write_text(json.dumps(dict.fromkeys(_REQUIRED, 0)))
+        (tmp_path / name / META).write_text(json.dumps(dict.fromkeys(REQUIRED, 0)))
     for name in ("m", "n"):
         (tmp_path / name).mkdir()
     (tmp_path / "t.txt").write_text("")

@@ -105,7 +105,7 @@ def test_a_layer_that_cannot_be_recorded_says_why(tmp_path, monkeypatch):
     row = {"dtype": "bfloat16", "kernels": "triton", "shape": [9, 9, 9], "rounds": 7, "ms": 1.0,
            "quartiles_ms": [1.0, 1.0], "ratio": 1.0, "quartiles_ratio": [1.0, 1.0]}  # fmt: skip
     rows = [row | {"name": name} for name in ("nn.Linear", "metis")]
-    layer._add_recorded(rows, steps, 2, 0.0, torch.device("cpu"))
+    layer.add_recorded(rows, steps, 2, 0.0, torch.device("cpu"))
     assert ["recorded_ms" in row for row in rows] == [True, False]
     record = Record(tmp_path / "r.json", FACTS, ())
     record.parts = {"layer": Entry(records.DONE, items={"9 x 9": {"rows": rows}})}
@@ -114,7 +114,7 @@ def test_a_layer_that_cannot_be_recorded_says_why(tmp_path, monkeypatch):
     assert told in page(record, "x", ["layer"])
     rows = [row | {"name": name} for name in ("nn.Linear", "metis")]
     refused = steps[0]
-    layer._add_recorded(rows, steps, 2, 0.0, torch.device("cpu"))
+    layer.add_recorded(rows, steps, 2, 0.0, torch.device("cpu"))
     assert rows[1]["recorded_note"] == "not tried, since nn.Linear was not recorded"
 
 

@@ -136,6 +136,7 @@ def test_a_changed_file_is_noticed_wherever_it_is_used(tmp_path):
         assert Task(Variant("mine", config), 0, tmp_path).sources == digests
         checkpoint = Checkpoint(tmp_path, "mine", MetisConfig(**config).to_dict())
         assert own_schemes(checkpoint) == digests
+    assert own_schemes(Checkpoint(tmp_path, "ours", MetisConfig().to_dict())) == {}
 
 
 def test_lm_eval_wrapper(folder, tmp_path):

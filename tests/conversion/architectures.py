@@ -120,7 +120,7 @@ def causal(
     """
     name = model if hasattr(transformers, model) else f"{model}ForCausalLM"
     return Architecture(
-        build=partial(_build, name, options),
+        build=partial(build_model, name, options),
         auto=transformers.AutoModelForCausalLM,
         batch=causal_batch,
         converted=_blocks(converted) | changes.pop("experts", {}),
@@ -129,7 +129,7 @@ def causal(
     )
 
 
-def _build(name: str, options: Mapping[str, Any]) -> transformers.PreTrainedModel:
+def build_model(name: str, options: Mapping[str, Any]) -> transformers.PreTrainedModel:
     model = getattr(transformers, name)
     return model(model.config_class(**options))
 
@@ -238,7 +238,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "t5": Architecture(
         build=partial(
-            _build,
+            build_model,
             "T5ForConditionalGeneration",
             {
                 "vocab_size": VOCAB,
@@ -258,7 +258,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         skipped={"lm_head": "weight tied to shared"},
     ),
     "bert-masked": Architecture(
-        build=partial(_build, "BertForMaskedLM", COMMON | NO_DROPOUT),
+        build=partial(build_model, "BertForMaskedLM", COMMON | NO_DROPOUT),
         auto=transformers.AutoModelForMaskedLM,
         batch=causal_batch,
         converted=_blocks("query key value") | {"dense": 3 * LAYERS},
@@ -270,7 +270,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "bert-classes": Architecture(
         build=partial(
-            _build,
+            build_model,
             "BertForSequenceClassification",
             COMMON | NO_DROPOUT | {"num_labels": LABELS},
         ),
@@ -283,7 +283,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "vit": Architecture(
         build=partial(
-            _build,
+            build_model,
             "ViTForImageClassification",
             {
                 "image_size": 16,

@@ -142,11 +142,11 @@ class TestErrors:
         def refuse(prefix, dir):
             raise PermissionError(errno.EACCES, "Permission denied", str(dir))
 
-        def fail(*args):
+        def fail(*args, **kwargs):
             raise AssertionError("measured")
 
         monkeypatch.setattr(metis_hf.deploy.checkpoint.tempfile, "TemporaryDirectory", refuse)
-        monkeypatch.setattr(metis_hf.deploy.checkpoint, "_loss", fail)
+        monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fail)
         with pytest.raises(PermissionError, match=re.escape(str(tmp_path))):
             export_checkpoint(source, tmp_path / "out", text=tmp_path / "t.txt")
 

@@ -20,7 +20,7 @@ from metis_hf.data.corpus import train_tokenizer
 from metis_hf.data.perplexity import check_reference
 from metis_hf.deploy import export_checkpoint, load_low_rank
 from metis_hf.deploy.source import held_out_windows
-from metis_hf.lab.calibrated import Calibration, _rows
+from metis_hf.lab.calibrated import Calibration, calibration_rows
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 ROUNDED = 0.15  # relative error of a weight in FP4 in two parts
@@ -70,7 +70,7 @@ def test_the_context_of_a_composite_model_is_that_of_its_text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(documents()[5].text[:1000])
     assert {window.shape[1] for window in held_out_windows(tmp_path, path)[:-1]} == {16}
-    assert _rows(config, tmp_path, Calibration(text=path)).shape[1] == 16
+    assert calibration_rows(config, tmp_path, Calibration(text=path)).shape[1] == 16
     with pytest.raises(ValueError, match=r"do not fit the context .* choose at most 15"):
         check_reference(str(tmp_path), 16)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conversion.architectures import ARCHITECTURES, EXPERTS, _build, causal_batch
+from conversion.architectures import ARCHITECTURES, EXPERTS, build_model, causal_batch
 from design import cases
 from torch import nn
 
@@ -248,7 +248,7 @@ def test_health_groups_experts():
 @pytest.mark.slow
 def test_callback_with_experts_that_see_no_token(tmp_path):
     """Health, refresh and logs over a few steps; 16 experts and too few tokens for them all."""
-    model = _build(
+    model = build_model(
         "MixtralForCausalLM",
         {
             "vocab_size": 64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -135,32 +136,43 @@ def test_replicas_of_data_parallel(scheme, checkpointing):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_a_call_is_remembered_as_long_as_its_graph():
+    """And its mask with it, which nothing else holds here."""
     model, (first, second, *_) = llama_with("metis", checkpointing=True), batches()
-    mask = next(layer for _, layer in metis_layers(model)).token_mask
+    masks = []
+
+    def call(batch):
+        mask = batch["attention_mask"].clone()
+        masks.append(weakref.ref(mask))
+        return model(**batch | {"attention_mask": mask}).loss
 
     def remembered():
-        return sum(known() is not None for known in mask._calls)
+        return sum(mask() is not None for mask in masks)
 
-    losses = [model(**batch).loss for batch in (first, second)]
+    losses = [call(batch) for batch in (first, second)]
     assert remembered() == 2
     losses.pop(0).backward()
     assert remembered() == 1
     losses.pop().backward()
     assert remembered() == 1  # the last one, until another begins
     with torch.no_grad():
-        model(**first)
+        call(first)
     assert remembered() == 0
 
 
 def test_a_pickled_one_shares_nothing():
-    mask = TokenMask("decoder_attention_mask")
-    rows = torch.ones(2, 3)
-    mask._begin(nn.Identity(), {"decoder_attention_mask": rows})
-    other = pickle.loads(pickle.dumps(mask))
-    assert other.argument == mask.argument
-    x = torch.randn(2, 3, 4)
-    assert mask.rows(x, "layer") is not None
-    assert other.rows(x, "layer") is None
+    mask, x = TokenMask("decoder_attention_mask"), torch.randn(2, 3, 4)
+
+    class Model(nn.Module):
+        def forward(self, decoder_attention_mask):
+            other = pickle.loads(pickle.dumps(mask))
+            assert other.argument == mask.argument
+            return mask.rows(x, "layer"), other.rows(x, "layer")
+
+    model = Model()
+    mask.register(model)
+    own, others = model(torch.ones(2, 3))
+    assert own.tolist() == [True] * 6
+    assert others is None
 
 
 def test_keys_and_values_of_cross_attention_read_the_encoders_tokens():

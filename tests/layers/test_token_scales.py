@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import llama
 from reference import fake_quantize as reference
 
@@ -21,7 +22,7 @@ from metis_hf.layers.tensor_parallel import COLWISE, ROWWISE, WHOLE, Shards, obs
 from metis_hf.numerics.scaling import OuterScale
 from metis_hf.operands import Quantized
 from metis_hf.schemes import Role, build_scheme
-from metis_hf.training.resume import _check_configs
+from metis_hf.training.resume import ResumeGuard
 
 WITHOUT = {"mxfp4", "mxfp4-hadamard", "ufp4"}  # no scale above those of blocks
 TAKE_IT = of_each_structure(pair for pair in FP4_SCHEME_MODES if pair[0] not in WITHOUT)
@@ -193,8 +194,11 @@ def test_records():
     chosen = MetisConfig(outer_scale="token")
     assert chosen.to_dict()["outer_scale"] == "token"
     assert MetisConfig.from_json(chosen.to_json()) == chosen
+    guard, written = ResumeGuard(), {"trained_config": MetisConfig().to_dict()}
+    state = transformers.TrainerState(global_step=1)
+    state.stateful_callbacks["ResumeGuard"] = {"attributes": written}
     with pytest.raises(ValueError, match="outer_scale=None -> 'token'"):
-        _check_configs(MetisConfig().to_dict(), chosen.to_dict())
+        guard.on_train_begin(None, state, None, model=get_metis_model(llama(), chosen))
 
 
 def test_a_model_trains_and_changes_its_mind(token_ids):

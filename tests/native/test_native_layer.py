@@ -250,9 +250,9 @@ class TestWhatCannotRun:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU of a test")
-        native._obstacle_of_gpu.cache_clear()
-        reason = native.obstacle_of_device(torch.device("cuda", 0), fmt)
-        native._obstacle_of_gpu.cache_clear()
+        # Answers are kept by device: one that no machine has.
+        device = torch.device("cuda", 100 + capability[0])
+        reason = native.obstacle_of_device(device, fmt)
         assert (reason is None) is runs
         if not runs:
             assert reason.startswith("GPU of a test has compute capability")

@@ -47,6 +47,5 @@ def with_content(conditioner, keys: CallKeys, slot: str):
 def random_signs(conditioner: RandomHadamard, n: int) -> np.ndarray:
     """The signs of one group of n entries; a test of its own says that they are random."""
     assert conditioner.content is not None
-    signs = array(conditioner._signs(n))
-    assert len(signs) == group_size(n)
-    return signs
+    unit = torch.eye(group_size(n), device=conditioner.content.device)  # [g g]
+    return np.sign(array(conditioner.forward(unit, dim=-1)[:, 0]))  # H's first row is positive

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from layers.layer_tools import layer_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from metis_hf.layers import linear
 from metis_hf.layers.linear import QuantLinear
 from metis_hf.schemes.channel_ranges import RunningRange
 from metis_hf.schemes.states import LayerState, is_known_set
@@ -42,8 +44,9 @@ def with_state(state, *, conv1d=False, **options):
     _, layer = layer_of("nvfp4", i=32, o=16, **options)
     if conv1d:
         layer = QuantLinear(layer.weight.T.contiguous(), None, layer.config, conv1d=True)
-    layer.scheme = replace(layer.scheme, state=state)
-    layer._register_state()
+    scheme = replace(layer.scheme, state=state)
+    with mock.patch.object(linear, "build_scheme", return_value=scheme):
+        layer.set_config(layer.config)
     return layer
 
 

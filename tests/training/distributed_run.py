@@ -119,7 +119,7 @@ def play_ranks(model):
     current = {"rank": 0}
     model.register_forward_pre_hook(lambda *_: current.__setitem__("rank", next(calls) % RANKS))
     for _, layer in metis_layers(model):
-        layer._batch_rank = lambda: current["rank"]
+        layer.batch_rank = lambda: current["rank"]
 
 
 def make_trainer(

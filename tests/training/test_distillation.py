@@ -22,6 +22,8 @@ from metis_hf import (
     get_metis_model,
     metis_layers,
 )
+from metis_hf.training import distillation
+from metis_hf.training.distillation_loss import distillation_loss
 from training.distillation_tools import (
     Gradients,
     arguments,
@@ -100,17 +102,17 @@ class TestGradient:
 
 
 class TestTraining:
-    def test_the_count_of_tokens_stays_where_it_is(self, tmp_path):
+    def test_the_count_of_tokens_stays_where_it_is(self, monkeypatch, tmp_path):
         """A recorded step reads it there again; rows have different lengths."""
         seen = []
 
-        class Spy(transformers.TrainerCallback):
-            def on_pre_optimizer_step(self, *args, **kwargs):
-                count = made._tokens_of_step
-                seen.append((count.data_ptr(), count.item()))
+        def spy(*args, tokens, **options):
+            seen.append((tokens.data_ptr(), tokens.item()))
+            return distillation_loss(*args, tokens=tokens, **options)
 
+        monkeypatch.setattr(distillation, "distillation_loss", spy)
         data = rows(16, lengths=(24, 10, 17))
-        made = trainer(tmp_path, student("bf16"), data=data, callbacks=[Spy], max_steps=3)
+        made = trainer(tmp_path, student("bf16"), data=data, max_steps=3)
         made.train()
         places, counts = map(set, zip(*seen))
         assert len(places) == 1

@@ -36,6 +36,14 @@ def with_bound_callback(directory, reporter, **changes):
     return made
 
 
+def assert_sees_health(reporter, made):
+    """What the last step has in the log history, in full."""
+    last = records(made)[-1]
+    seen = {k: v for k, v in reporter.seen[last["step"]].items() if k.startswith("train/metis/")}
+    assert seen == {f"train/{key}": value for key, value in metis_values(last).items()}
+    assert seen
+
+
 @pytest.mark.parametrize("make", [with_metis_trainer, with_bound_callback])
 def test_reporters_and_files_have_the_same_values(make, tmp_path):
     """One record a step, in the log history, a reporter, TensorBoard's files and the JSONL."""
@@ -106,11 +114,12 @@ def test_unbound_callback_warns_once(tmp_path, caplog):
 def test_class_instance_or_none(tmp_path):
     """MetisTrainer binds the user's callback, and brings one where there is none."""
     for given in ([], [MetisCallback], [MetisCallback(health_interval=7)]):
-        made = trainer(tmp_path, converted("nvfp4"), given, MetisTrainer)
+        reporter = Reporter()
+        made = trainer(tmp_path, converted("nvfp4"), [reporter, *given], MetisTrainer, max_steps=1)
         callbacks = made.callback_handler.callbacks
         assert sum(isinstance(callback, MetisCallback) for callback in callbacks) == 1
-        assert isinstance(callbacks[0], MetisCallback)
-        assert callbacks[0]._bound
+        made.train()
+        assert_sees_health(reporter, made)
 
 
 def test_callbacks_that_a_checkpoint_restores_are_bound(tmp_path):
@@ -127,6 +136,5 @@ def test_callbacks_that_a_checkpoint_restores_are_bound(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     callbacks = resumed.callback_handler.callbacks
     assert callbacks[0].health_interval == 2
-    assert callbacks[0]._bound
     assert len({type(callback) for callback in callbacks}) == len(callbacks)
-    assert any("metis" in key for key in reporter.seen[4])
+    assert_sees_health(reporter, resumed)

@@ -107,12 +107,19 @@ def write_ranks(
 
 
 @dataclass
-class _Group:
-    """Layers that have one rank, with what each rank costs and leaves: see `_groups`."""
+class RankGroup:
+    """Layers that have one rank, with what each rank costs and leaves.
+
+    Attributes:
+        layers: names.
+        ranks: those that all of them can have, rising.
+        costs: multiply-adds at each rank, as a share of all layers' GEMMs.
+        errors: left at each rank.
+    """
 
     layers: list[str]
     ranks: tuple[int, ...]
-    costs: list[float]  # multiply-adds, as a share of all layers' GEMMs
+    costs: list[float]
     errors: list[float] = field(default_factory=list)
 
     def steps(self) -> list[tuple[float, int, int]]:
@@ -191,7 +198,7 @@ def allocate_ranks(
         errors = _errors(model, split, batches, ranks, advance)
         for group in groups:
             group.errors = [sum(column) for column in zip(*(errors[n] for n in group.layers))]
-        at = _spend(groups, left)
+        at = spend(groups, left)
         chosen = {n: g.ranks[place] for g, place in zip(groups, at) for n in g.layers}
         pattern = {called[name]: rank for name, rank in chosen.items()}
         config = config.replace(rank=None, rank_pattern=pattern)
@@ -275,7 +282,7 @@ def _groups(
     called: Mapping[str, str],
     ranks: Sequence[int],
     tokens: Mapping[str, int],
-) -> tuple[float, list[_Group]]:
+) -> tuple[float, list[RankGroup]]:
     """Return the cost of layers without a split, and the groups of the others, without errors."""
 
     def gemms(names: Iterable[str]) -> int:
@@ -301,7 +308,7 @@ def _groups(
         key = (*shapes, len({reads[n] for n in names}))  # experts read a tensor each
         if key not in known:
             known[key] = [cost(names, rank) for rank in own]
-        groups.append(_Group(names, own, known[key]))
+        groups.append(RankGroup(names, own, known[key]))
     return cost(rest, ranks[0]) if rest else 0.0, groups
 
 
@@ -315,7 +322,7 @@ def _shape(layer: MetisLayer, config: Any) -> tuple[tuple[int, int], Any]:
     return (layer.in_features, layer.out_features), config
 
 
-def _spend(groups: Sequence[_Group], left: float) -> list[int]:
+def spend(groups: Sequence[RankGroup], left: float) -> list[int]:
     """Return the place of each group's rank: steps of the largest gain first, while they fit."""
     at = [0] * len(groups)
     steps = [

@@ -94,7 +94,7 @@ def fake_quantize(
         "amax": amax,
     }
     kernels = "reference"
-    if _covers(x, quantizer, dim, dtype, minus, plus):
+    if covers(x, quantizer, dim, dtype, minus, plus):
         kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
     if kernels == "triton":
         return _triton().fake_quantize(x, quantizer, **options)
@@ -143,7 +143,7 @@ def pack(
     """
     x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer, x)
     tile = quantizer.tile
-    if _covers(x, quantizer, dim, torch.float32, minus, None) and packs(x.shape, tile, dim):
+    if covers(x, quantizer, dim, torch.float32, minus, None) and packs(x.shape, tile, dim):
         kernels = kernels_for(*(t for t in (x, minus) if t is not None))
         if kernels == "triton":
             return _triton().pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
@@ -238,7 +238,7 @@ def store(
     if (
         quantizer.scale_rule is ScaleRule.ABSMAX
         and not quantizer.has_row_scales(x, dim)
-        and _covers(x, quantizer, dim, torch.float32, None, None)
+        and covers(x, quantizer, dim, torch.float32, None, None)
         and kernels_for(x) == "triton"
     ):
         return _triton().store(x, quantizer, dim=dim, key=key)
@@ -251,7 +251,7 @@ def _triton() -> ModuleType:
     return backend
 
 
-def _covers(
+def covers(
     x: Tensor,
     quantizer: QuantizerDefinition,
     dim: int,
@@ -259,6 +259,7 @@ def _covers(
     minus: Tensor | None,
     plus: Tensor | None,
 ) -> bool:
+    """Return whether kernels have a form for this call of `fake_quantize`."""
     return (
         quantizer.fmt == NVFP4
         and _covers_rule(x, quantizer, dim)

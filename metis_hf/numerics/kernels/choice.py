@@ -19,7 +19,7 @@ from metis_hf.numerics.kernels import cpu
 KERNELS = ("reference", "compiled", "triton")
 ENVIRONMENT = "METIS_KERNELS"
 # benchmarks/quantizers.py: reference over compiled, 4096 x 1024, one core.
-_REFERENCE_SLOWER = "4 to 12"
+REFERENCE_SLOWER = "4 to 12"
 
 _chosen: str | None = os.environ.get(ENVIRONMENT) or None  # None: automatic
 _warned: set[str] = set()
@@ -78,7 +78,7 @@ def kernels_for(*tensors: Tensor) -> str:
     if x.is_meta:
         return "reference"
     if _chosen is None:
-        return _automatic(x.device)
+        return fastest(x.device)
     lacks = missing(_chosen, x.device)
     if lacks:
         raise RuntimeError(
@@ -120,7 +120,8 @@ def noise_backend(x: Tensor) -> ModuleType | None:
 noise.use_kernels_of(noise_backend)
 
 
-def _automatic(device: torch.device) -> str:
+def fastest(device: torch.device) -> str:
+    """Return the kernels of the automatic choice: the fastest that a device can run."""
     kernels = "triton" if device.type == "cuda" else "compiled"
     if device.type not in ("cpu", "cuda") or (kernels == "compiled" and _failed):
         return "reference"
@@ -144,11 +145,18 @@ def fall_back(error: Exception) -> None:
     _warn_slow(str(error))
 
 
+def forget_failures() -> None:
+    """Try the compilation again at the next call, and repeat warnings that were given before."""
+    global _failed
+    _failed = False
+    _warned.clear()
+
+
 def _warn_slow(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(
-            f"quantizers run uncompiled, {_REFERENCE_SLOWER} times slower, with equal results: "
+            f"quantizers run uncompiled, {REFERENCE_SLOWER} times slower, with equal results: "
             f"{reason}",
             stacklevel=4,
         )

@@ -61,7 +61,7 @@ def test_text_without_paragraphs_is_refused(study, tmp_path):
 
 def test_a_word_to_find_is_whole(study):
     for part in ("couldn't", "couldn\u2019t", "fianc\u00e9e", "river's"):
-        found = study._WORD.findall(f"nobody {part} arrives, or the bridge.")
+        found = study.WORD.findall(f"nobody {part} arrives, or the bridge.")
         assert found == ["nobody", "arrives", "bridge"]
 
 

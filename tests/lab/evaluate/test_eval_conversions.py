@@ -13,7 +13,6 @@ from metis_hf import MetisConfig, get_metis_model
 from metis_hf.lab import model_source
 from metis_hf.lab.evaluate import jobs
 from metis_hf.lab.evaluate.models import choose_models, read_conversions
-from metis_hf.schemes import discovery
 
 TEXT = "The clock in the hall struck nine, and nobody came down to breakfast. " * 12
 CPU = torch.device("cpu")
@@ -177,11 +176,3 @@ def test_refusals(folder, tmp_path):
         read_conversions(["metis", "metis"], None)
     done = run(folder / "base", "--scheme", "nvpf4", "--tasks", "piqa", "--tasks-dir", DATA)
     assert "did you mean 'nvfp4'" in str(done.exception)
-
-
-def test_results_of_own_schemes_belong_to_their_source(folder, monkeypatch):
-    """The file of a scheme can change under its name; a finished result must not be its."""
-    (one,), _ = choose_models([folder / "base"], [MetisConfig(scheme="nvfp4")])
-    assert jobs.own_schemes(one) == {}
-    monkeypatch.setattr(discovery, "_source_digest", {"nvfp4": "5e1f"}.get)
-    assert jobs.own_schemes(one) == {"nvfp4": "5e1f"}

@@ -12,9 +12,8 @@ import pytest
 import transformers
 
 from lab.fidelity.measuring import SMALL, load, settings
-from metis_hf.cli.fidelity import _rows
 from metis_hf.cli.main import main
-from metis_hf.lab.fidelity import gradients
+from metis_hf.lab.fidelity import gradients, measurements
 from metis_hf.lab.fidelity.measurements import fidelity
 from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import ModelAndText
@@ -70,8 +69,20 @@ class TestBadInput:
             fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
         assert not (tmp_path / "gradients").exists()
 
-    def test_alone_names_rows_of_ranks(self):
-        assert _rows("metis, rank 4,nvfp4") == ["metis, rank 4", "nvfp4"]
+    def test_alone_names_rows_of_ranks(self, monkeypatch):
+        seen = []
+
+        def measured(settings, *rest):
+            seen.append(settings.alone)
+            return []
+
+        monkeypatch.setattr(measurements, "fidelity", measured)
+        command = ["metis-hf", "fidelity", "model", "--text", "text", "--alone"]
+        monkeypatch.setattr(sys, "argv", [*command, "metis, rank 4,nvfp4"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 0
+        assert seen == [("metis, rank 4", "nvfp4")]
         ranks = Settings("m", Path("t"), schemes=(), ranks=(4, 8), alone=("metis, rank 8",))
         assert [name for name, _ in ranks.candidates()] == ["metis, rank 4", "metis, rank 8"]
 

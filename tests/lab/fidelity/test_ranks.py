@@ -21,7 +21,7 @@ from metis_hf.cli.main import main
 from metis_hf.lab.cost import Overhead, model_overhead, overhead, tokens_of_layers
 from metis_hf.lab.fidelity import ranks as ranks_module
 from metis_hf.lab.fidelity.ranks import RANKS as ALL_RANKS
-from metis_hf.lab.fidelity.ranks import LayerRanks, _Group, _spend, allocate_ranks, write_ranks
+from metis_hf.lab.fidelity.ranks import LayerRanks, RankGroup, allocate_ranks, spend, write_ranks
 from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import ModelAndText, Subject
 
@@ -145,8 +145,8 @@ class TestSpending:
         for own in gains:
             falling = sorted(own, reverse=True)
             errors = [float(sum(falling[place:])) for place in range(4)]
-            groups.append(_Group(["layer"], (1, 2, 3, 4), [0.0, 1.0, 2.0, 3.0], errors))
-        at = _spend(groups, float(steps))
+            groups.append(RankGroup(["layer"], (1, 2, 3, 4), [0.0, 1.0, 2.0, 3.0], errors))
+        at = spend(groups, float(steps))
         assert sum(at) <= steps
         left = sum(group.errors[place] for group, place in zip(groups, at))
         best = min(
@@ -158,10 +158,10 @@ class TestSpending:
 
     def test_steps_over_ranks(self):
         """Over one that gains nothing; and one that is too dear keeps those behind it."""
-        group = _Group(["layer"], (1, 2, 3), [0.0, 1.0, 2.0], [5.0, 6.0, 1.0])
-        assert [_spend([group], budget) for budget in (1.0, 2.0)] == [[0], [2]]
-        group = _Group(["layer"], (1, 2, 3), [0.0, 5.0, 6.0], [100.0, 40.0, 39.0])
-        assert [_spend([group], budget) for budget in (1.0, 5.0)] == [[0], [1]]
+        group = RankGroup(["layer"], (1, 2, 3), [0.0, 1.0, 2.0], [5.0, 6.0, 1.0])
+        assert [spend([group], budget) for budget in (1.0, 2.0)] == [[0], [2]]
+        group = RankGroup(["layer"], (1, 2, 3), [0.0, 5.0, 6.0], [100.0, 40.0, 39.0])
+        assert [spend([group], budget) for budget in (1.0, 5.0)] == [[0], [1]]
 
 
 class TestRefusals:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from numerics.helpers import seeded
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch) -> None:
+def fresh() -> Iterator[None]:
     """A process in which nothing was chosen, has failed or was said."""
-    for name, value in {"_chosen": None, "_failed": False, "_warned": set()}.items():
-        monkeypatch.setattr(choice, name, value)
+    choice.forget_failures()
+    with use_kernels(None):
+        yield
+    choice.forget_failures()
 
 
 def large() -> Tensor:
@@ -64,7 +67,7 @@ def test_automatic_choice(monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:quantizers run uncompiled")
 def test_the_choice_by_device(device, lacks, wanted, monkeypatch) -> None:
     monkeypatch.setattr(choice, "missing", lambda kernels, device: lacks)
-    assert choice._automatic(torch.device(device)) == wanted
+    assert choice.fastest(torch.device(device)) == wanted
 
 
 def test_tensors_without_storage_are_left_to_the_reference() -> None:
@@ -149,9 +152,15 @@ def test_processes_share_one_library(monkeypatch, tmp_path) -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
 
 
-def test_unknown_names_are_refused(monkeypatch) -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="choose one of reference, compiled"), use_kernels("fast"):
         pass
-    monkeypatch.setattr(choice, "_chosen", "fast")  # as from the environment
-    with pytest.raises(ValueError, match="METIS_KERNELS"):
-        Quantizer()(torch.zeros(16, 16))
+
+
+@pytest.mark.slow
+def test_an_unknown_name_in_the_environment_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("METIS_KERNELS", "fast")
+    code = "import torch; from metis_hf.numerics import Quantizer; Quantizer()(torch.zeros(16, 16))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ValueError: kernels 'fast' do not exist" in done.stderr
+    assert "METIS_KERNELS" in done.stderr

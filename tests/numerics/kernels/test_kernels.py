@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics import Quantizer, fake_quantize
-from metis_hf.numerics.kernels import _covers, _padded_count, cpu, use_kernels
+from metis_hf.numerics.kernels import covers, cpu, use_kernels
 from metis_hf.numerics.kernels.formulation import BLOCK
 from metis_hf.numerics.kernels.layout import form_of, has_form
 from numerics.cases import assert_same_bits
@@ -184,15 +184,19 @@ def test_forms_cover_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "count"),
-    [((), 1), ((5,), 16), ((3, 16), 256), ((2, 17, 1), 2 * 32 * 16), ((0, 4), 0)],
+    ("shape", "covered"),
+    [
+        ((5,), True),
+        ((0, 4), True),
+        ((2**27 - 2**10, 15), True),
+        ((2**27 + 1, 15), False),
+        ((2**21, 17, 15), True),
+        ((2**23 - 1, 1, 1), False),
+        ((2**22, 3, 33), False),
+    ],
 )
-def test_padding_counts_where_places_have_32_bits(shape, count):
-    assert _padded_count(torch.Size(shape)) == count
-
-
-def test_a_tensor_that_padding_makes_too_large_is_left_to_the_reference():
-    x = torch.empty(2**27 + 1, 15, device="meta")
+def test_a_tensor_that_padding_makes_too_large_is_left_to_the_reference(shape, covered):
+    """Places have 32 bits; the last two dimensions end with whole blocks."""
+    x = torch.empty(shape, device="meta")
     assert x.numel() < 2**31
-    assert not _covers(x, Quantizer(), -1, torch.float32, None, None)
-    assert _covers(x[: 2**20], Quantizer(), -1, torch.float32, None, None)
+    assert covers(x, Quantizer(), -1, torch.float32, None, None) == covered

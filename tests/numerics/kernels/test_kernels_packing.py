@@ -113,10 +113,9 @@ def test_a_failing_compilation_leaves_the_reference(task, monkeypatch) -> None:
         packed = pack(x, quantizer, minus=low)
         return unpack(packed, quantizer, shape=(256, 256), plus=low)
 
-    monkeypatch.setattr(choice, "_chosen", None)
     monkeypatch.setattr(cpu, "missing", lambda: None)
     monkeypatch.setattr(cpu, "run", fail)
-    monkeypatch.setattr(choice, "_failed", False)
-    monkeypatch.setattr(choice, "_warned", set())
-    with pytest.warns(UserWarning, match="out of memory"):
+    choice.forget_failures()
+    with use_kernels(None), pytest.warns(UserWarning, match="out of memory"):
         assert_same_bits(there_and_back(), wanted)
+    choice.forget_failures()

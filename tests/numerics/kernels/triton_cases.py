@@ -365,7 +365,6 @@ def test_only_where_they_are_asked_for(monkeypatch) -> None:
             return whole(*args, **options)
 
         monkeypatch.setattr(backend, name, count)
-    monkeypatch.setattr(choice, "_chosen", None)
     x, quantizer = torch.zeros(16, 16), Quantizer()
     for kernels_in_force, wanted in ((None, []), ("triton", ["fake_quantize", "store"])):
         with use_kernels(kernels_in_force):
