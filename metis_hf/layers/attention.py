@@ -147,7 +147,7 @@ class QuantizedProduct(torch.autograd.Function):
     """y [b g m n] = a_hat [b g m c] @ b_hat [b n c].T: g heads with the same keys or values."""
 
     @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor, plan: ProductOperands) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, plan: ProductOperands) -> Tensor:
         with torch.autocast(a.device.type, enabled=False):
             a_hat = _merged(plan.operand(Role.FPROP_INPUT, a))
             y = scaled_product(a_hat, plan.operand(Role.FPROP_WEIGHT, b).transposed())
@@ -157,7 +157,7 @@ class QuantizedProduct(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, dy: Tensor):  # dy [b g m n]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # dy [b g m n]
         refuse_batched_gradients(dy)
         plan: ProductOperands = ctx.plan
         a, b = ctx.saved_tensors

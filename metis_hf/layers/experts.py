@@ -158,12 +158,12 @@ class _ZeroGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, y: Tensor, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, *params: Tensor) -> Tensor:
         ctx.save_for_backward(*params)
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         need = ctx.needs_input_grad[1:]
         return dy, *(torch.zeros_like(p) if n else None for p, n in zip(ctx.saved_tensors, need))
 

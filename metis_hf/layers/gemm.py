@@ -214,7 +214,9 @@ class QuantizedGemm(torch.autograd.Function):
     """y = x_hat @ w_hat.T + bias; see the module docstring."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, plan: GemmPlan, *params: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, plan: GemmPlan, *params: Tensor
+    ) -> Tensor:
         # x [t i], bias [o] or None, params as plan.weight stores them
         with torch.autocast(x.device.type, enabled=False):
             x_hat, saved = plan.input_operand(x)
@@ -227,7 +229,7 @@ class QuantizedGemm(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, dy: Tensor):  # dy [t o]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # dy [t o]
         refuse_batched_gradients(dy)
         plan: GemmPlan = ctx.plan
         need_x, need_bias, _, *need_params = ctx.needs_input_grad

@@ -8,6 +8,7 @@ package reports missing weights instead of giving a plausible model without its 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +108,7 @@ class MetisLayer(nn.Module):
         """Return the buffers of the scheme's state by name."""
         return {name: getattr(self, name) for name in self.state_names}
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetisLayer:
         self.evaluation_weight.forget()
         # Casts of the model (.to(torch.bfloat16), .half()) leave the state in its own precision:
         # they pass over integers, and moves between devices do not.
@@ -241,7 +242,7 @@ class MetisLayer(nn.Module):
             self.reused_weight.called_with(self.weight_params())
         return self.reused_weight
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> MetisLayer:
         if mode:
             self.evaluation_weight.forget()
         return super().train(mode)
@@ -305,7 +306,9 @@ class QuantLinear(MetisLayer):
     as `weight_clip` [o] of clipped weights.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, config: MetisConfig, **kwargs) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, config: MetisConfig, **kwargs: Any
+    ) -> None:
         conv1d = kwargs.get("conv1d", False)
         out_features, in_features = weight.T.shape if conv1d else weight.shape
         super().__init__(in_features, out_features, config, **kwargs)
@@ -345,7 +348,9 @@ class MetisLinear(MetisLayer):
     vh: nn.Parameter
     weight_residual: nn.Parameter
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, config: MetisConfig, **kwargs) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, config: MetisConfig, **kwargs: Any
+    ) -> None:
         conv1d = kwargs.get("conv1d", False)
         w = weight.T if conv1d else weight
         super().__init__(w.shape[1], w.shape[0], config, **kwargs)

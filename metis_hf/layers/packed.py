@@ -8,7 +8,8 @@ tensors alone. Gradients go to the input and the bias, never to the weight.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -156,7 +157,7 @@ class _PackedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         x: Tensor,  # [t i]
         bias: Tensor | None,  # [o]
         input_scale: Tensor | None,
@@ -174,7 +175,7 @@ class _PackedGemm(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, dy: Tensor):  # [t o]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # [t o]
         refuse_batched_gradients(dy)
         packed = ctx.saved_tensors
         need_x, need_bias, *others = ctx.needs_input_grad
@@ -299,7 +300,7 @@ class PackedLinear(nn.Module):
         y = _PackedGemm.apply(x.reshape(-1, self.in_features), self.bias, scale, dtype, *packed)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def requires_grad_(self, requires_grad: bool = True):
+    def requires_grad_(self, requires_grad: bool = True) -> PackedLinear:
         """Freeze the layer; it cannot be asked to train.
 
         Raises:
@@ -314,7 +315,7 @@ class PackedLinear(nn.Module):
             )
         return super().requires_grad_(False)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         # Casts of the model leave the scales in their precision: they pass over integers, and
         # moves between devices do not.
         kept = {"weight_scale": torch.uint8, "weight_global_scale": torch.int32}

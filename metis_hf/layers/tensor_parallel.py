@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from metis_hf.layers.gemm import GemmPlan
+from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer, Tile
 from metis_hf.numerics.kernels import pack
 from metis_hf.numerics.scaling import OuterScale
-from metis_hf.operands import Encoded, Hadamard, Operand
+from metis_hf.operands import Encoded, Hadamard, Operand, Quantized
 from metis_hf.operands.conditioner import as_fp32
 from metis_hf.operands.conditioners.identity import Identity
 from metis_hf.operands.conditioners.static_scale import GivenScale
@@ -63,7 +64,7 @@ class Shards:
     size: int
     group: Any = None
 
-    def __deepcopy__(self, memo: dict) -> Shards:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
         return self  # a process group has no copy
 
     def __reduce__(self) -> tuple[type[Shards], tuple[str, int]]:
@@ -92,13 +93,24 @@ class SharedHadamard(Hadamard):
 
     shards: Shards = field(default_factory=lambda: Shards(WHOLE, 1))
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         rotated = self.forward(as_fp32(x), dim=dim)
         (amax,) = self.shards.largest(rotated)
         quantized = quantizer(rotated, dim=dim, key=key, amax=amax)
         return self.inverse(quantized, dim=dim).to(dtype)
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+    def encode(
+        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+    ) -> Encoded:
         rotated = self.forward(as_fp32(x), dim=dim)
         (amax,) = self.shards.largest(rotated)
         return Encoded(pack(rotated, quantizer, dim=dim, key=key, amax=amax))
@@ -127,7 +139,7 @@ class ShardedPlan(GemmPlan):
             return role, replace(operand, conditioner=shared)
         return role, replace(operand, conditioner=GivenScale(self.amax[_tensor(role)]))
 
-    def matrix_operand(self, role: Role, x: Tensor):
+    def matrix_operand(self, role: Role, x: Tensor) -> Quantized:
         if role in _GRADIENTS and needs_amax(self.scheme, self.shards, role):
             (self.amax["grad_output"],) = self.shards.largest(x)
         return super().matrix_operand(role, x)

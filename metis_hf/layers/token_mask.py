@@ -245,14 +245,14 @@ class _Begin(_Hook):
     names: tuple[str, ...]  # of the model's arguments
     inner: bool  # of a model inside the one that was converted
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.inner and self.mask.runs:
             return
         self.mask._begin(module, dict(zip(self.names, args)) | kwargs)
 
 
 class _End(_Hook):
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.mask._end(module, output)
 
 
