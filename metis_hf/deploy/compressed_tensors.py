@@ -32,6 +32,7 @@ from metis_hf.numerics.storage import QuantizedTensor
 from metis_hf.operands import Spectral, SplitWeight
 from metis_hf.schemes import Role
 from metis_hf.schemes.states import StaticScales
+from metis_hf.shared.messages import some
 
 LOW_RANK_FILE = "metis_low_rank.safetensors"
 LOW_RANK_VERSION = 1
@@ -273,8 +274,7 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
         None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise ValueError(f"{directory / 'residual'} lacks {', '.join(missing[:4])}{more}")
+        raise ValueError(f"{directory / 'residual'} lacks {some(missing)}")
     if (directory / RESIDUAL_DIR / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory / RESIDUAL_DIR)
     modules = dict(model.named_modules())

@@ -18,6 +18,7 @@ from metis_hf.deploy.source import check_packable, load_model, model_class, quan
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import build_scheme
 from metis_hf.schemes.states import StaticScales
+from metis_hf.shared.messages import some
 from metis_hf.training.calibration import METHODS, calibrate, has_static_scales
 
 SCHEMES = ("w4a4", "w4a16")
@@ -129,8 +130,7 @@ def _convert(
             fused = (re.sub(r"\.metis_(\w+)\.\d+$", r".\1", name) for name in kept)
             names = (*(config.modules_to_not_convert or ()), *dict.fromkeys(map(re.escape, fused)))
             config = replace(config, modules_to_not_convert=names)
-            more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
-            report(f"in high precision, as scheme_pattern had them: {kept[0]}{more}")
+            report(f"in high precision, as scheme_pattern had them: {some(kept, 1)}")
         to_dense(model)
     if exclude:
         kept_out = (*(config.modules_to_not_convert or ()), *exclude)

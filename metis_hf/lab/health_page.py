@@ -12,6 +12,7 @@ from metis_hf.lab.health_maps import PANELS, heat_map_of
 from metis_hf.lab.run_records import RunRecord, read_runs
 from metis_hf.lab.show.page import Cell, Page, number
 from metis_hf.schemes import CONTROL
+from metis_hf.shared.messages import some
 from metis_hf.training.reference_values import (
     ORTHOGONAL,
     RELATIVE_ERROR,
@@ -155,11 +156,10 @@ def _about_nan(run: RunRecord) -> str:
     if not bad:
         return "All logged losses and all measured tensors are finite."
     first = next(iter(bad))
-    names = bad[first]
-    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return (
         f"NaN or infinity at {len(bad)} of the logged and measured steps, first at step {first:,}: "
-        f"{shown}. Layers are named in the order of the computation, the likely origin first."
+        f"{some(bad[first], 6)}. Layers are named in the order of the computation, the likely "
+        "origin first."
     )
 
 

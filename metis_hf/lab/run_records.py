@@ -16,6 +16,7 @@ from typing import Any
 
 from metis_hf.config import MetisConfig
 from metis_hf.schemes import Role, build_scheme
+from metis_hf.shared.messages import some
 from metis_hf.training.gradient_noise import Crossing, GradientNoise, find_crossing, noise_ratios
 from metis_hf.training.health import nonfinite_layers
 from metis_hf.training.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, parse_records
@@ -221,10 +222,8 @@ def _shown(value: Any) -> str:
 
 def _note_faults(run: RunRecord, file: str, faults: Mapping[str, str]) -> None:
     if faults:
-        shown = [f"{place} ({fault})" for place, fault in list(faults.items())[:_SHOWN_FAULTS]]
-        more = len(faults) - len(shown)
-        rest = f" and {more} more" if more else ""
-        run.notes.append(f"{file}: left out {', '.join(shown)}{rest}.")
+        shown = some([f"{place} ({fault})" for place, fault in faults.items()], _SHOWN_FAULTS)
+        run.notes.append(f"{file}: left out {shown}.")
 
 
 def _read_lines(run: RunRecord, name: str) -> dict[int, dict[str, Any]] | None:

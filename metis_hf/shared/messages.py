@@ -29,10 +29,10 @@ def shown(value: object) -> str:
     return _SHOWN.repr(value)
 
 
-def some(names: Sequence[str]) -> str:
-    """Return the first four names in a line, and how many there are where that is not all."""
-    more = f", ... ({len(names)})" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
+def some(names: Sequence[str], most: int = 4) -> str:
+    """Return the first names in a line, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.sharding import is_sharded, several_processes, whole_params
 from metis_hf.numerics import Quantizer
 from metis_hf.schemes.states import StaticScales, largest_magnitude
+from metis_hf.shared.messages import some
 from metis_hf.training.copies import by_place
 
 METHODS = ("mse", "amax", "percentile")
@@ -318,11 +319,10 @@ def _gather(seen: dict[str, _Seen], failed: Exception | None = None) -> list[str
 def _refuse_unseen(seen: dict[str, _Seen]) -> None:
     unseen = [name for name, one in seen.items() if not one.tokens]
     if unseen:
-        more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
         raise UnseenLayers(
-            f"{', '.join(unseen[:3])}{more} saw no token, or NaN or inf in every batch, so there "
-            "is nothing to make a scale of; run more text through the model (an expert sees the "
-            "tokens of its router alone), or leave the layer out with exclude_modules"
+            f"{some(unseen, 3)} saw no token, or NaN or inf in every batch, so there is nothing to "
+            "make a scale of; run more text through the model (an expert sees the tokens of its "
+            "router alone), or leave the layer out with exclude_modules"
         )
 
 

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.parallelism import check_accelerate
+from metis_hf.shared.messages import some
 from metis_hf.training.calibration import (
     UnseenLayers,
     freeze_scales,
@@ -375,8 +376,7 @@ class MetisCallback(ResumeGuard):
             per_layer[name]["weight"] = weight_health(layer, self._probe.states.get(name))
         bad = nonfinite_layers(per_layer)
         if bad:
-            shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-            logger.warning("step %d: NaN or inf in %s", state.global_step, shown)
+            logger.warning("step %d: NaN or inf in %s", state.global_step, some(bad, 3))
         means = group_means(per_layer) | noise_ratios(self._probe.noise)
         self._pending.update({f"metis/{name}": value for name, value in means.items()})
         self._pending["metis/nonfinite_tensors"] = float(len(bad))

@@ -20,6 +20,7 @@ from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.naming import as_in_model, weights_in_layers
 from metis_hf.layers.linear import MetisLinear
 from metis_hf.shared.checkpoints import last_checkpoint
+from metis_hf.shared.messages import some
 
 __all__ = ["ResumeGuard", "guard_loading", "last_checkpoint"]
 
@@ -142,8 +143,7 @@ def _refuse_other_form(
         (fused, "fused experts ({})", "has a converted layer for each expert"),
     ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            found = kind.format(min(names) + more)
+            found = kind.format(some(sorted(names), 1))
             raise ValueError(f"the checkpoint has {found}, and this model {this}. {_ADVICE}")
     for name, layer in split.items():
         for key in _FACTORS:

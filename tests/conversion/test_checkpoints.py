@@ -64,7 +64,7 @@ class TestDamaged:
     def test_dense_weights_under_a_metis_config(self, saved):
         directory, write = saved
         write(dense().state_dict())
-        with pytest.raises(ValueError, match=r"lacks tensors of converted layers: .*\.\.\. \(56\)"):
+        with pytest.raises(ValueError, match=r"lacks tensors of .* layers: .* and 52 more\. "):
             load(directory)
 
     def test_what_is_missing_elsewhere_is_transformers_business(self, saved):
