@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.layers.call_input import check_dtype, check_input, gemm_dtype
+from metis_hf.layers.casts import as_integers
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
 from metis_hf.layers.native import NativePlan, obstacle, obstacle_of_call, refusal
 from metis_hf.layers.tensor_parallel import ShardedPlan, Shards, shared_amax
@@ -32,7 +33,6 @@ from metis_hf.schemes import Scheme, build_scheme
 from metis_hf.schemes.noise_keys import CallKeys, process_rank
 
 # Of the item size of a float, for a buffer that no cast is to change.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class MetisLayer(nn.Module):
@@ -110,17 +110,9 @@ class MetisLayer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetisLayer:
         self.evaluation_weight.forget()
-        # Casts of the model (.to(torch.bfloat16), .half()) leave the state in its own precision:
-        # they pass over integers, and moves between devices do not.
-        buffers = self.state_buffers()
-        state = {name: each for name, each in buffers.items() if each.is_floating_point()}
-        for name, buffer in state.items():
-            self._buffers[name] = buffer.view(_INTEGERS[buffer.itemsize])
-        try:
+        buffers = self.state_buffers().items()
+        with as_integers(self, [name for name, each in buffers if each.is_floating_point()]):
             super()._apply(fn, recurse)
-        finally:  # where a device's memory is exhausted, too
-            for name, buffer in state.items():
-                self._buffers[name] = getattr(self, name).view(buffer.dtype)
         return self
 
     def check_config(self, config: MetisConfig) -> None:

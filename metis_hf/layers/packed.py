@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from metis_hf.layers.call_input import check_input, gemm_dtype
+from metis_hf.layers.casts import as_integers
 from metis_hf.layers.unsupported import (
     differentiable_once,
     refuse_batched_gradients,
@@ -316,21 +317,9 @@ class PackedLinear(nn.Module):
         return super().requires_grad_(False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        # Casts of the model leave the scales in their precision: they pass over integers, and
-        # moves between devices do not.
-        kept = {"weight_scale": torch.uint8, "weight_global_scale": torch.int32}
-        if self.input_global_scale is not None:
-            kept["input_global_scale"] = torch.int32
-        dtypes = {}
-        for name, integer in kept.items():
-            buffer = getattr(self, name)
-            dtypes[name] = buffer.dtype
-            self._buffers[name] = buffer.view(integer)
-        try:
+        scales = ["weight_scale", "weight_global_scale", "input_global_scale"]
+        with as_integers(self, [name for name in scales if getattr(self, name) is not None]):
             super()._apply(fn, recurse)
-        finally:
-            for name, dtype in dtypes.items():
-                self._buffers[name] = getattr(self, name).view(dtype)
         return self
 
     def to_dense(self) -> nn.Linear:
