@@ -111,19 +111,20 @@ class Crossing:
     from_start: bool = False
 
 
-def find_crossing(steps: Sequence[int], ratios: Sequence[float], span: int = 3) -> Crossing:
+def find_crossing(steps: Sequence[int], ratios: Sequence[float]) -> Crossing:
     """Return the step from which a series of |G| / (sqrt(3) noise) stays below 1.
+
+    The median of three measurements is compared with 1, centred but whole at both ends, so that a
+    single measurement on the other side decides nothing. Three or fewer in all are compared as they
+    are.
 
     Args:
         steps: where it was measured, ascending.
         ratios: as many; NaN (a step with NaN in a tensor) belongs to no side.
-        span: measurements whose median is compared with 1, centred but whole at both ends, so that
-            a single measurement on the other side decides nothing. So few measurements in all
-            are compared as they are.
     """
     finite = [(step, ratio) for step, ratio in zip(steps, ratios) if math.isfinite(ratio)]
     count = len(finite)
-    span = span if count > span else 1
+    span = 3 if count > 3 else 1
     starts = [max(0, min(i - span // 2, count - span)) for i in range(count)]
     below = [statistics.median(ratio for _, ratio in finite[i : i + span]) < 1 for i in starts]
     if not below or not below[-1]:

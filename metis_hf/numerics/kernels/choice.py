@@ -45,11 +45,6 @@ def use_kernels(kernels: str | None) -> Iterator[None]:
         _chosen = before
 
 
-def chosen_kernels() -> str | None:
-    """Return the implementation that was asked for; None where the choice is automatic."""
-    return _chosen
-
-
 def _check(kernels: str | None) -> None:
     if kernels is not None and kernels not in KERNELS:
         raise ValueError(
