@@ -40,6 +40,8 @@ _INTEGERS = {  # field -> least, most
     "keep_first_blocks": (0, _LARGEST),
     "keep_last_blocks": (0, _LARGEST),
     "n_iter": (0, 64),  # a ratio .9 of neighbouring singular values has become .9^129 = 1e-6
+    "subspace_interval": (1, 2**31 - 1),
+    "subspace_refinements": (0, 64),
     "refresh_interval": (0, 2**63 - 1),
     "seed": (-(2**63), 2**63 - 1),
 }
@@ -54,7 +56,8 @@ _TUPLES = (
     "layers_to_transform",
 )
 # Records read as they did before there was a choice.
-_NAMED_IF_CHOSEN = ("format", "attention", "gradient_rank_frac", "backend", "outer_scale")
+_NAMED_IF_CHOSEN = ("format", "attention", "gradient_rank_frac", "backend", "outer_scale",
+                    "subspace_interval", "subspace_refinements")  # fmt: skip
 _MAPPINGS = ("rank_pattern", "scheme_pattern")
 
 
@@ -77,6 +80,12 @@ class MetisConfig:
         oversample: extra columns of the random sketch, 0 to 2**24. The best directions are chosen
             by eigenvectors; 0 takes the whole span, at a quarter of the finder's operations.
         n_iter: power iterations of the range finder, 0 to 64. Each costs time in every call.
+        subspace_interval: optimizer steps for which layers keep the subspaces of inputs and output
+            gradients; 1 finds them in every call. Steps between project their batch on what was
+            found, which leaves every split exact (the paper's conference version: 8). It needs
+            MetisCallback, or `layer_states.after_step` in a loop of one's own.
+        subspace_refinements: products with each batch's Gram matrix that a kept subspace takes, 0
+            to 64; 0 leaves it as it was found.
         decompose: tensors that "metis" and "metis-paper" split: any of "weight", "activation",
             "gradient"; None takes the scheme's own: all three for "metis-paper", activations and
             gradients for "metis".
@@ -135,6 +144,8 @@ class MetisConfig:
     sample_frac: float = 0.01
     oversample: int = 8
     n_iter: int = 1
+    subspace_interval: int = 1
+    subspace_refinements: int = 0
     decompose: tuple[str, ...] | None = None
     split_weight: bool | None = None
     operand_mode: str | None = None
@@ -203,6 +214,8 @@ class MetisConfig:
         return self.replace(
             scheme=self.attention,
             operand_mode="contraction",
+            subspace_interval=1,
+            subspace_refinements=0,
             split_weight=None,
             decompose=None,
             outer_scale="tensor",
@@ -284,6 +297,11 @@ def _check(config: MetisConfig) -> None:
         none = name in _OPTIONAL
         if not (ok or (none and value is None)):
             raise ValueError(f"{name}={shown(value)}; expected {'None or ' * none}{expected}")
+    if config.subspace_refinements and config.subspace_interval == 1:
+        raise ValueError(
+            f"subspace_refinements={config.subspace_refinements} refines subspaces that are kept, "
+            "and subspace_interval=1 keeps none; give an interval of 2 steps or more"
+        )
     _check_blocks(config)
     _check_expressions(config)
 

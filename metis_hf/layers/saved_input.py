@@ -82,6 +82,8 @@ def encode_once(
     values = kept.at(mark)
     if values is not None:
         found: Encoded = values["encoded"]
+        if found.found is not None:
+            operand.conditioner.take_over(found.found)
         return found
     encoded = operand.encode(x, dim=dim, key=key, row_mask=row_mask)
     values = kept.start(mark)

@@ -49,11 +49,13 @@ class Encoded(NamedTuple):
             and right [k c].
         low: the low-rank part, where encoding has computed it; `decode` does without.
         dense: the product [t c] of the low-rank part, likewise.
+        found: what encoding has found for later steps; see `Conditioner.take_over`.
     """
 
     tensors: tuple[Any, ...]
     low: LowRank | None = None
     dense: Tensor | None = None
+    found: Any = None
 
     @property
     def packed(self) -> Packed:
@@ -66,8 +68,8 @@ class Encoded(NamedTuple):
         return Packed(*self.tensors[3:6]), Packed(*self.tensors[6:9])  # type: ignore[arg-type]
 
     def stored(self) -> Encoded:
-        """Return the tensors alone, from which `decode` computes the rest again."""
-        return Encoded(self.tensors)
+        """Return the tensors and what was found, without what `decode` can compute again."""
+        return Encoded(self.tensors, found=self.found)
 
 
 # A class that overrides the first of two methods, and not the second, has codes that do not know
@@ -234,6 +236,9 @@ class Conditioner(ABC):
     def bind(self, state: Any) -> Conditioner:
         """Return the conditioner of one call, given the frozen state of the layer for that call."""
         return self
+
+    def take_over(self, found: Any) -> None:
+        """Note for later steps what another layer has found in encoding the same matrix."""
 
     @property
     def comes_again(self) -> bool:

@@ -19,6 +19,7 @@ from metis_hf.operands import (
 from metis_hf.operands.weight_forms import DENSE, HIGH_PRECISION_BITS
 from metis_hf.schemes.roles import Role
 from metis_hf.schemes.states import LayerState
+from metis_hf.schemes.subspaces import KeptSubspaces
 
 _REUSED = {
     Role.DGRAD_WEIGHT: Role.FPROP_WEIGHT,
@@ -149,8 +150,10 @@ class Scheme:
         for role in Role:
             operand = self.operand(role)
             if operand is not None and operand.quantizer is not None:
-                quantizer = operand.quantizer.deterministic()
-                changes[role.name.lower()] = replace(operand, quantizer=quantizer)
+                operand = replace(operand, quantizer=operand.quantizer.deterministic())
+                if isinstance(operand.conditioner, Spectral):  # which depends on no training
+                    operand = replace(operand, conditioner=replace(operand.conditioner, tensor=""))
+                changes[role.name.lower()] = operand
         return replace(self, **changes)
 
     def storing(self, *, split: bool) -> Scheme:
@@ -195,6 +198,34 @@ class Scheme:
         if not changes:
             raise ValueError("it quantizes neither inputs nor output gradients")
         return replace(self, **changes)
+
+    def with_kept_subspaces(self, interval: int, refinements: int) -> Scheme:
+        """Return the same with subspaces of inputs and output gradients kept over some steps.
+
+        Args:
+            interval: optimizer steps from one subspace that is found afresh to the next.
+            refinements: products with each batch's Gram matrix that a kept one takes.
+
+        Raises:
+            ValueError: neither inputs nor output gradients are split, or the scheme keeps another
+                state.
+        """
+        changes: dict[str, Any] = {}
+        ranks = {"input": 0, "grad_output": 0}
+        for role in (role for role in Role if role not in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)):
+            operand = self.operand(role)
+            if operand is not None and isinstance(split := operand.conditioner, Spectral):
+                of_input = role in (Role.FPROP_INPUT, Role.WGRAD_INPUT)
+                tensor = "input" if of_input else "grad_output"
+                changes[role.name.lower()] = replace(
+                    operand, conditioner=replace(split, tensor=tensor)
+                )
+                ranks[tensor] = split.rank
+        if not changes:
+            raise ValueError("it splits neither inputs nor output gradients")
+        if self.state is not None:
+            raise ValueError(f"it keeps a state of its own ({type(self.state).__name__})")
+        return replace(self, **changes, state=KeptSubspaces(interval, refinements, **ranks))
 
     def _own_copy(self, role: Role) -> Operand:
         """Return the operand at a role, for a copy of its own if it has been another role's.

@@ -248,12 +248,16 @@ def build_scheme(config: MetisConfig, in_features: int, out_features: int) -> Sc
     scheme = scheme_info(config.scheme).build(config, rank)
     if config.split_weight is not None:
         scheme = scheme.storing(split=config.split_weight)
-    if config.outer_scale == "token":
-        try:
+    asked = ""
+    try:
+        if config.outer_scale == "token":
+            asked = 'outer_scale="token"'
             scheme = scheme.with_token_scales()
-        except ValueError as error:
-            raise ValueError(
-                f'scheme {config.scheme!r} does not take outer_scale="token": {error}'
-            ) from error
+        if config.subspace_interval > 1:
+            asked = f"subspace_interval={config.subspace_interval}"
+            steps = config.subspace_interval, config.subspace_refinements
+            scheme = scheme.with_kept_subspaces(*steps)
+    except ValueError as error:
+        raise ValueError(f"scheme {config.scheme!r} does not take {asked}: {error}") from error
     scheme = replace(scheme, weight=scheme.weight.sized(out_features, in_features))
     return scheme.in_high_precision(config.high_precision) if config.high_precision else scheme

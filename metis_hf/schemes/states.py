@@ -7,7 +7,7 @@ and call the hooks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Hashable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -60,10 +60,13 @@ class LayerState:
             that train copies of the weights are then refused.
         follows_frozen_weights: whether `update` is called where the layer's weight does not train.
             Checkpoints of adapters have no buffers of the base.
+        can_be_recorded: whether a CUDA graph of a step may hold its calls; they then depend on the
+            host by `phase` alone.
     """
 
     writes_weights: ClassVar[str] = ""
     follows_frozen_weights: ClassVar[bool] = False
+    can_be_recorded: ClassVar[bool] = False
 
     def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
         """Return the buffers by name, as they are before the first call."""
@@ -91,6 +94,10 @@ class LayerState:
         """Do `update` and then `freeze` for a call in training; override to read x only once."""
         self.update(buffers, x, keys.mark)
         return self.freeze(buffers, x, weight, keys)
+
+    def phase(self, buffers: Mapping[str, Tensor]) -> Hashable:
+        """Return what of the host decides what the next call does; see `can_be_recorded`."""
+        return None
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
         """Make the processes agree on the buffers of these layers; only where there are several.
@@ -198,11 +205,7 @@ def is_known_set(flag: Tensor) -> bool:
         flag: 0-dim integers, written in place.
     """
     if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or type(flag) is not Tensor
-        or flag.is_meta
-        or flag.is_inference()
+        cannot_be_read(flag)
         or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         or (flag.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
@@ -215,6 +218,17 @@ def is_known_set(flag: Tensor) -> bool:
     if "set" not in known:
         known["set"] = bool(flag.item())
     return bool(known["set"])
+
+
+def cannot_be_read(flag: Tensor) -> bool:
+    """Return whether the host cannot read a tensor: in a graph that is traced, or on "meta"."""
+    return (
+        torch.compiler.is_compiling()
+        or bool(torch._C._len_torch_dispatch_stack())
+        or type(flag) is not Tensor
+        or flag.is_meta
+        or flag.is_inference()
+    )
 
 
 def largest_magnitude(x: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ _TRIED: dict[str, tuple[Any, ...]] = {
     "sample_frac": (0.02, 0.9),
     "oversample": (1, 9),
     "n_iter": (0, 3),
+    "subspace_interval": (1, 2),
+    "subspace_refinements": (0, 1),
     "decompose": ((), *((name,) for name in DECOMPOSABLE)),
     "operand_mode": ("shared", "contraction"),
     "format": ("nvfp4", "mxfp4", "int4"),

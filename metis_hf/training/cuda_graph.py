@@ -5,7 +5,8 @@ GPU that is most of a step. `StepGraphs` runs the forward and the backward pass 
 Python, records the next, and from then on plays the recording on each new batch: the same kernels,
 the same numbers. Batches of other shapes and another precision of the layers make other recordings.
 Steps that cannot be recorded run in Python, and one warning says why: they wait for the GPU
-(routing to experts), their scheme keeps a state, or there is one shape too many.
+(routing to experts), their scheme keeps a state, or there is one shape too many. Kept subspaces
+(`subspace_interval`) make two recordings of a shape: with a search, and without.
 """
 
 from __future__ import annotations
@@ -93,8 +94,13 @@ class StepGraphs:
         self._is_full = False  # and it has been said
         self._places: set[int] = set()  # of the gradients of all recordings, which keep them
         self.refused: str | None = None
-        if with_state := sorted({one.config.scheme for one in self._layers if one.state_names}):
-            self._refuse(f"{', '.join(with_state)} keeps a state that changes with each step")
+        changing = {
+            layer.config.scheme
+            for layer in self._layers
+            if layer.state_names and layer.scheme.state and not layer.scheme.state.can_be_recorded
+        }
+        if changing:
+            self._refuse(f"{', '.join(sorted(changing))} keeps a state that changes with each step")
 
     def run(self, step: Step, inputs: Inputs, count: Any, *, extra: Hashable = None) -> Tensor:
         """Compute the loss of a batch, and add its gradients to the parameters'.
@@ -118,7 +124,7 @@ class StepGraphs:
         batch = (str(tree), *map(_form, leaves))
         counted = _form(count) if isinstance(count, Tensor) else type(count)  # copied, as a number
         trained = tuple(id(p) for p in self._model.parameters() if p.requires_grad)
-        key = (batch, counted, precision, trained, extra)
+        key = (batch, counted, precision, trained, self._phases(), extra)
         found = self.made.get(key)
         if found is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
@@ -142,6 +148,11 @@ class StepGraphs:
                 return place
         self._precisions.append(now)
         return len(self._precisions) - 1
+
+    def _phases(self) -> frozenset[Hashable]:
+        """Return the phases that the states of the layers are in."""
+        states = ((layer, layer.scheme.state) for layer in self._layers if layer.state_names)
+        return frozenset(state.phase(layer.state_buffers()) for layer, state in states if state)
 
     def _make_room(self, precision: int) -> bool:
         """Return whether a step may be recorded; a recording of another precision gives way."""

@@ -29,6 +29,8 @@ CHANGEABLE = (
     "sample_frac",
     "oversample",
     "n_iter",
+    "subspace_interval",
+    "subspace_refinements",
     "operand_mode",
     "format",
     "forward_rounding",

@@ -161,7 +161,12 @@ def dominant_subspace(
 
 
 def dominant_basis(
-    sample: Tensor, rank: int, *, n_iter: int = 1, key: Key = _DEFAULT_KEY
+    sample: Tensor,
+    rank: int,
+    *,
+    n_iter: int = 1,
+    key: Key = _DEFAULT_KEY,
+    start: Tensor | None = None,
 ) -> Tensor:
     """Return an orthonormal basis of nearly the leading right singular subspace, in no order.
 
@@ -176,11 +181,19 @@ def dominant_basis(
         rank: k, at most min(n, c).
         n_iter: products with the Gram matrix.
         key: noise key of the sketch.
+        start: [c k], a basis to begin with in place of a random sketch, as of the step before.
+            Columns of zeros become arbitrary directions.
 
     Returns:
         [c k], fp32 (fp64 for an fp64 sample).
     """
-    basis = _power_basis(_in_range(sample), rank, n_iter, key)
+    sample = _in_range(sample)
+    if start is None:
+        basis = _power_basis(sample, rank, n_iter, key)
+    else:
+        first = start.T.to(sample.dtype)
+        trace = 2.0**-20 * torch.eye(*first.shape, dtype=first.dtype, device=first.device)
+        basis = _powers(sample, first + trace, n_iter)
     return solve_triangular(gram_factor(basis).to(basis.dtype), basis, upper=False).T
 
 
@@ -200,7 +213,11 @@ def _power_basis(sample: Tensor, width: int, n_iter: int, key: Key) -> Tensor:
     n, c = sample.shape
     options: dict[str, Any] = {"dtype": sample.dtype, "device": sample.device}
     sketch = uniform((n, width), key, sample.device).sub_(0.5).to(sample.dtype)  # [n w]
-    basis = next_basis(sketch.T @ sample, torch.eye(width, c, **options))
+    return _powers(sample, next_basis(sketch.T @ sample, torch.eye(width, c, **options)), n_iter)
+
+
+def _powers(sample: Tensor, basis: Tensor, n_iter: int) -> Tensor:
+    """Return a basis [w c] after some products with the sample's Gram matrix."""
     for _ in range(n_iter):
         basis = next_basis(basis @ sample.T @ sample, basis)
     return basis
@@ -249,13 +266,14 @@ def find_basis(
     key: Key = _DEFAULT_KEY,
     row_mask: Tensor | None = None,
     summed: bool = False,
+    start: Tensor | None = None,
 ) -> Tensor:
     """Find a basis [c k] of nearly the dominant right subspace of `x` [t c], in no order.
 
     As `find_subspace`, by `dominant_basis`.
     """
     sample = _choose(x, rank, sample_frac, min_rows, key, row_mask, summed)
-    return dominant_basis(sample, rank, n_iter=n_iter, key=key.fold(5))
+    return dominant_basis(sample, rank, n_iter=n_iter, key=key.fold(5), start=start)
 
 
 def _choose(

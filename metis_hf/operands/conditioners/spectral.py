@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from metis_hf.operands.conditioner import (
     LowRank,
     Part,
 )
+from metis_hf.operands.conditioners.kept_subspace import KeptSubspace, Subspaces
 from metis_hf.transforms.spectral import (
     fewest_rotations,
     fewest_rows,
@@ -46,6 +47,9 @@ class Spectral(Conditioner):
         compensated: take the residual against the *quantized* low-rank part, so that the
             residual carries the rounding errors of the factors too; the paper takes it against
             the exact one.
+        tensor: whose subspace of earlier steps it takes, "input" or "grad_output", where the
+            layer's state keeps one (`schemes.subspaces`); "": none.
+        kept: that subspace, in a call.
     """
 
     rank: int
@@ -55,6 +59,8 @@ class Spectral(Conditioner):
     rows: int = 4
     summed: bool = False
     compensated: bool = True
+    tensor: str = ""
+    kept: KeptSubspace | None = None
 
     draws: ClassVar[bool] = True
     uses_row_mask: ClassVar[bool] = True
@@ -102,7 +108,7 @@ class Spectral(Conditioner):
     def encode(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
     ) -> Encoded:
-        a, lam, v = self.split(x, key=key, row_mask=row_mask)
+        a, lam, v, found = self._find(x, key=key, row_mask=row_mask)
         factors = (
             *pack(a, quantizer, dim=dim, key=key.fold(1)),
             *pack(v.T, quantizer, dim=dim, key=key.fold(2)),
@@ -112,7 +118,7 @@ class Spectral(Conditioner):
         dense = low.dense()
         exact = dense if self.compensated else (a * lam) @ v.T
         residual = pack(x, quantizer, dim=dim, key=key.fold(3), minus=exact)
-        return Encoded((*residual, *factors), low, dense)
+        return Encoded((*residual, *factors), low, dense, found)
 
     def decode(
         self,
@@ -142,6 +148,15 @@ class Spectral(Conditioner):
             dense = low.dense()
         options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype, "plus": dense}
         return unpack(residual, quantizer, **options), low
+
+    def bind(self, state: Any) -> Spectral:
+        if not self.tensor or not isinstance(state, Subspaces):
+            return self
+        return replace(self, kept=getattr(state, self.tensor))
+
+    def take_over(self, found: tuple[Tensor, object]) -> None:
+        if self.kept is not None:
+            self.kept.take_over(found)
 
     def basis(self, tensor: str) -> Hashable:
         return "plain"
@@ -186,8 +201,28 @@ class Spectral(Conditioner):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (a [t k], lam [k], v [c k]), not quantized: x ~ a diag(lam) v^T.
 
-        v from sampled rows, a and lam by projecting every row.
+        v from sampled rows, or kept from an earlier step; a and lam by projecting every row.
         """
+        return self._find(x, key=key, row_mask=row_mask)[:3]
+
+    def _find(
+        self, x: Tensor, *, key: Key, row_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Do what `split` says; the last of four is what is kept of it for later steps."""
+        kept, found = self.kept, None
+        v = None if kept is None else kept.basis
+        if v is not None and x.dtype is torch.float64:
+            v = v.double()
+        if kept is None or v is None or kept.refinements:
+            v = self._subspace(x, v, key=key, row_mask=row_mask)
+            found = None if kept is None else kept.keep(v)
+        a, lam = project(x, v)  # [t k] [k]
+        return a, lam, v, found
+
+    def _subspace(
+        self, x: Tensor, start: Tensor | None, *, key: Key, row_mask: Tensor | None
+    ) -> Tensor:
+        """Find v [c k] of x [t c], from a kept basis [c k] if there is one."""
         rank = _least(self.rank, *x.shape)
         rows: dict[str, Any] = {
             "sample_frac": self.sample_frac,
@@ -196,19 +231,22 @@ class Spectral(Conditioner):
             "row_mask": row_mask,
             "summed": self.summed,
         }
+        if start is not None:
+            assert self.kept is not None
+            rows["min_rows"] = fewest_rows(start.shape[1], 0, self.rows)
+            return find_basis(
+                x, start.shape[1], n_iter=self.kept.refinements, start=start, **rows
+            )
         if self.oversample:
-            v = find_subspace(
+            return find_subspace(
                 x,
                 rank,
                 oversample=self.oversample,
                 n_iter=self.n_iter,
                 rotations=fewest_rotations(_least(rank + self.oversample, *x.shape)),
                 **rows,
-            )  # [c k]
-        else:
-            v = find_basis(x, rank, n_iter=self.n_iter, **rows)
-        a, lam = project(x, v)  # [t k] [k]
-        return a, lam, v
+            )
+        return find_basis(x, rank, n_iter=self.n_iter, **rows)
 
 
 def _least(*sizes: int) -> int:
