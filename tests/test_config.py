@@ -26,6 +26,8 @@ def test_json_round_trip_keeps_every_field():
         format="int4",
         backend="auto",
         outer_scale="token",
+        subspace_interval=8,
+        subspace_refinements=1,
         forward_rounding="nearest",
         target_modules=["q_proj", "v_proj"],
         exclude_modules="lm_head",
@@ -34,7 +36,8 @@ def test_json_round_trip_keeps_every_field():
         seed=3,
     )
     assert MetisConfig.from_json(config.to_json()) == config
-    assert not {"format", "attention", "outer_scale", "backend"} & MetisConfig().to_dict().keys()
+    unnamed = {"format", "attention", "outer_scale", "backend", "subspace_interval"}
+    assert not unnamed & MetisConfig().to_dict().keys()
     written = json.loads(config.to_json())
     assert written["quant_method"] == "metis"
     assert {f.name for f in dataclasses.fields(config)} <= set(written)

@@ -100,7 +100,7 @@ def around_gemms(shape: tuple[int, int], context: Context) -> Row:
     from metis_hf.noise import Key
     from metis_hf.numerics.kernels import use_kernels
     from metis_hf.numerics.kernels.epilogue import finish_product
-    from metis_hf.transforms.products import thin_product
+    from metis_hf.transforms.products import project
     from metis_hf.transforms.spectral import sum_rows
 
     device, generator = context.device, torch.Generator().manual_seed(0)
@@ -113,7 +113,7 @@ def around_gemms(shape: tuple[int, int], context: Context) -> Row:
         "bias": lambda: finish_product(x, [], bias),
         "outer scale and bias": lambda: finish_product(x, [scale], bias),
         "sums of rows": lambda: sum_rows(x, max(2, shape[0] // 64), key),
-        f"projection on {DIRECTIONS} directions": lambda: thin_product(x, directions),
+        f"projection on {DIRECTIONS} directions": lambda: project(x, directions),
     }
 
     def run(call: Callable[[], object], kernels: str) -> None:

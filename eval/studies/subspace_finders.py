@@ -1,4 +1,4 @@
-"""Subspaces with and without a small eigenvalue problem: a real model, and spectra without a gap.
+"""Subspaces with and without a small eigenvalue problem, and kept ones: on a real model.
 
     python eval/studies/subspace_finders.py MODEL TEXT
 
@@ -20,21 +20,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.noise import Key
+from metis_hf.training.layer_states import after_step
 from metis_hf.transforms.spectral import fewest_rotations, find_basis, find_subspace
 
 OUT = Path(__file__).parents[1] / "results" / "subspace-finders.json"
-SEQUENCES, LENGTH = 8, 256
-RANKS = (15, 48)  # on the model; energies at 96 too
+SEQUENCES, LENGTH = 4, 256
+MEASURED = 4  # batches
+RANKS = (15, 48, 96)
 ROWS = 16  # sums of rows for each column of a sketch, as in `metis`
 FINDERS = {
     "eigenvectors": {},
     "one product": {"oversample": 0},
+    "one product, exact backward": {"oversample": 0, "high_precision": ("backward",)},
     "two products": {"oversample": 0, "n_iter": 2},
+    "kept": {"subspace_interval": 100},
+    "kept, refined": {"subspace_interval": 100, "subspace_refinements": 1},
 }
 
 
 def batches(model: str, text: str, count: int) -> list[Tensor]:
-    """Return that many batches of token ids [8 256], a document's beginning in each row."""
+    """Return that many batches of token ids [4 256], a document's beginning in each row."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows: list[list[int]] = []
     for document in Path(text).read_text(encoding="utf8").split("\n<|endoftext|>\n"):
@@ -49,17 +54,21 @@ def batches(model: str, text: str, count: int) -> list[Tensor]:
 def losses_and_gradients(
     model: torch.nn.Module, names: list[str], text: list[Tensor]
 ) -> tuple[list[float], list[Tensor]]:
-    """Return the losses of three batches and the gradients [n] of two others."""
-    model.eval()
-    with torch.no_grad():
-        losses = [model(input_ids=ids, labels=ids).loss.item() for ids in text[:3]]
+    """Return the losses and gradients [n] of all batches but the first, each a step of training.
+
+    No weight changes; the first batch is where kept subspaces come from.
+    """
     model.train()
-    gradients = []
-    for ids in text[3:]:
+    losses, gradients = [], []
+    for step, ids in enumerate(text, 1):
         model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        weights = [model.get_submodule(name).weight.grad for name in names]
-        gradients.append(torch.cat([grad.flatten() for grad in weights]))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        after_step(model, step, len(text))
+        if step > 1:
+            losses.append(loss.item())
+            weights = [model.get_submodule(name).weight.grad for name in names]
+            gradients.append(torch.cat([grad.flatten() for grad in weights]))
     return losses, gradients
 
 
@@ -69,7 +78,7 @@ def on_a_model(path: str, text: str) -> dict[str, dict[str, list[float]]]:
     def load() -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
-    ids = batches(path, text, 5)
+    ids = batches(path, text, 1 + MEASURED)
     exact = load()
     names = [
         name
@@ -106,9 +115,11 @@ def without_a_gap(rows: int = 4096, columns: int = 512) -> dict[str, dict[str, f
     found = {}
     for name, x in spectra.items():
         squares = torch.linalg.svdvals(x).square()
-        for rank in (*RANKS, 96):
+        for rank in RANKS:
             best = (squares[:rank].sum() / squares.sum()).item()
-            shares: dict[str, list[float]] = {finder: [] for finder in FINDERS}
+            shares: dict[str, list[float]] = {
+                finder: [] for finder in ("eigenvectors", "one product", "two products")
+            }
             for key in map(Key, range(5)):
                 options = {"sample_frac": 0.01, "summed": True, "key": key}
                 shares["eigenvectors"].append(

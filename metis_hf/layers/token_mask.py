@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from metis_hf.noise import fingerprint
+from metis_hf.schemes.states import in_backward
 
 DECODER_MASK = "decoder_attention_mask"
 NO_LABEL = -100  # as transformers' losses leave tokens out
@@ -143,7 +144,7 @@ class TokenMask:
         """
         running = self._here.running
         if running.model is None:
-            return self._recall(x, owner) if _in_backward() else None
+            return self._recall(x, owner) if in_backward() else None
         mask = _fitting(running.masks, x)
         if mask is None:
             return None
@@ -313,7 +314,3 @@ def _fitting(masks: tuple[Tensor, ...], x: Tensor) -> Tensor | None:
 def _rows(mask: Tensor, x: Tensor) -> Tensor:
     """Return mask [b s] for the rows of x, as [b*s] bool on its device."""
     return mask.reshape(-1).bool().to(x.device)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -238,7 +238,8 @@ class Conditioner(ABC):
         return self
 
     def take_over(self, found: Any) -> None:
-        """Note for later steps what another layer has found in encoding the same matrix."""
+        """Note for later steps what another layer found in the same matrix (`Encoded.found`)."""
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing for later steps")
 
     @property
     def comes_again(self) -> bool:

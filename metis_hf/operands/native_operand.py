@@ -77,15 +77,17 @@ class NativeOperand(NamedTuple):
         return self
 
     def error(self, x: Tensor) -> Tensor:
-        """Return x - x_hat [t c], in the dtype of x or wider."""
+        """Return x - x_hat [t c], in the dtype of the GEMM."""
         values, scale = self.main.values(), self.main.global_scale
         if self.contracted % 2 == 0:
             values = values.T
         if scale is not None:
             values = values * scale[0]
         if self.low is None and self.dtype is torch.bfloat16:
-            return x - values  # not rounded, as emulation keeps the scale apart in this dtype
-        return x - (values if self.low is None else values + self.low.dense()).to(self.dtype)
+            # Not rounded, as emulation keeps the scale apart in this dtype.
+            return (x - values).to(self.dtype)
+        x_hat = (values if self.low is None else values + self.low.dense()).to(self.dtype)
+        return (x - x_hat).to(self.dtype)
 
 
 def product(a: NativeOperand, b: NativeOperand) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, unpack
+from metis_hf.numerics.kernels.epilogue import rounding_error
 from metis_hf.operands.conditioner import Conditioner, Encoded, LowRank
 from metis_hf.operands.conditioners.identity import IDENTITY
 
@@ -49,8 +50,8 @@ class Quantized(NamedTuple):
         return Quantized((self.values * scale).to(self.values.dtype), None, self.low)
 
     def error(self, x: Tensor) -> Tensor:
-        """Return x - x_hat [t c], in the dtype of x or wider."""
-        return x - (self.values if self.scale is None else self.values.float() * self.scale)
+        """Return x - x_hat [t c], in the dtype of the GEMM."""
+        return rounding_error(x, self.values, self.scale, self.values.dtype)
 
 
 @dataclass(frozen=True)

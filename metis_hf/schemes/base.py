@@ -206,9 +206,10 @@ class Scheme:
             interval: optimizer steps from one subspace that is found afresh to the next.
             refinements: products with each batch's Gram matrix that a kept one takes.
 
+        One that splits neither stays as it is.
+
         Raises:
-            ValueError: neither inputs nor output gradients are split, or the scheme keeps another
-                state.
+            ValueError: the scheme keeps another state.
         """
         changes: dict[str, Any] = {}
         ranks = {"input": 0, "grad_output": 0}
@@ -222,7 +223,7 @@ class Scheme:
                 )
                 ranks[tensor] = split.rank
         if not changes:
-            raise ValueError("it splits neither inputs nor output gradients")
+            return self
         if self.state is not None:
             raise ValueError(f"it keeps a state of its own ({type(self.state).__name__})")
         return replace(self, **changes, state=KeptSubspaces(interval, refinements, **ranks))

@@ -220,6 +220,11 @@ def is_known_set(flag: Tensor) -> bool:
     return bool(known["set"])
 
 
+def in_backward() -> bool:
+    """Return whether a backward pass is running, so that a forward pass is a recomputed one."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def cannot_be_read(flag: Tensor) -> bool:
     """Return whether the host cannot read a tensor: in a graph that is traced, or on "meta"."""
     return (

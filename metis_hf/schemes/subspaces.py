@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from metis_hf.operands.conditioners.kept_subspace import KeptSubspace, Slot, Subspaces
 from metis_hf.schemes.noise_keys import CallKeys
-from metis_hf.schemes.states import LayerState, StatefulLayer, cannot_be_read
+from metis_hf.schemes.states import LayerState, StatefulLayer, cannot_be_read, in_backward
 
 TENSORS = ("input", "grad_output")
 FLAGS = "subspaces_known"
@@ -76,7 +76,9 @@ class KeptSubspaces(LayerState):
             if getattr(self, tensor):
                 names = self._names(tensor)
                 basis = buffers[names[0]] if host.known[place] else None
-                target = buffers[names[-1]] if writes else None
+                # Several micro-batches may be recomputed in another order than they came in.
+                again = tensor == "input" and in_backward()
+                target = buffers[names[-1]] if writes and not again else None
                 kept[tensor] = KeptSubspace(basis, target, host.slots[place], self.refinements)
         return Subspaces(**kept)
 

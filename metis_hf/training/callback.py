@@ -49,7 +49,12 @@ from metis_hf.training.run_record import (
     precision_of,
     write_run,
 )
-from metis_hf.training.start_checks import check_dtypes, check_optimizer, check_precision
+from metis_hf.training.start_checks import (
+    check_compilation,
+    check_dtypes,
+    check_optimizer,
+    check_precision,
+)
 from metis_hf.training.weight_reuse import hold, release
 
 logger = logging.get_logger(__name__)
@@ -189,6 +194,7 @@ class MetisCallback(ResumeGuard):
         self._freeze_at, self._unseen = self._first_step_to_freeze(model, state), None
         self._warn_of_reporters(args)
         if args.torch_compile:
+            check_compilation(self._layers)
             logger.warning(
                 "torch_compile: the first steps take minutes and show nothing, since torch.compile "
                 "traces all operations of %d quantized layers into one graph. Without it their "

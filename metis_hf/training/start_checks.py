@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.schemes.subspaces import KeptSubspaces
 from metis_hf.shared.devices import lacks
 
 
@@ -18,6 +19,17 @@ def check_device(device: torch.device) -> None:
             f"Trainer runs on {device.type}, and no scheme can be computed there: {reason}. Train "
             "on the CPU: TrainingArguments(use_cpu=True), or --use_cpu"
         )
+
+
+def check_compilation(layers: dict[str, MetisLayer]) -> None:
+    """Refuse what a compiled step would do otherwise; only for `torch_compile=True`."""
+    for name, layer in layers.items():
+        if isinstance(layer.scheme.state, KeptSubspaces):
+            raise NotImplementedError(
+                f"torch_compile=True with subspace_interval={layer.config.subspace_interval} "
+                f"({name}): a compiled step cannot ask the host which subspaces are kept, and "
+                "would find all of them. Leave one of the two out"
+            )
 
 
 def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from metis_hf.noise import Key, uniform
 from metis_hf.numerics.kernels.choice import kernels_for
 from metis_hf.numerics.kernels.layout import DTYPES
 from metis_hf.transforms.orthogonal import eigenvectors, gram_factor, next_basis
-from metis_hf.transforms.products import thin_product
+from metis_hf.transforms.products import project
 
 ROTATIONS = 10  # after which only vectors of equal eigenvalues are still mixed
 _DEFAULT_KEY = Key(0)
@@ -346,19 +346,6 @@ def spectral_split(
         order = s.argsort(descending=True, stable=True)
         u, s, vh = u[:, order], s[order], v.T[order]
         return SpectralSplit(u, s, vh, x - (u * s) @ vh)
-
-
-def project(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coordinates of x [t c] in the basis v [c k]: unit columns [t k], lengths [k].
-
-    In the dtype of `v`.
-    """
-    p = thin_product(x, v)  # [t c] @ [c k] -> [t k]
-    # In units of each column's largest entry, whose square stays in the fp32 range.
-    largest = p.abs().amax(0)
-    p = p / torch.where(largest == 0, torch.ones_like(largest), largest)
-    length = torch.linalg.vector_norm(p, dim=0)
-    return p / length.clamp_min(1.0), length * largest
 
 
 def _svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:

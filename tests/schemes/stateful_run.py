@@ -20,6 +20,8 @@ from metis_hf.training.layer_states import after_step
 RANKS, STEPS = 2, 5
 WINDOW = {"period": 4, "window": 1, "threshold": 1.0, "start": 0.0}
 
+KEPT = {"rank": 4, "subspace_interval": 2, "subspace_refinements": 1}
+
 
 def batch(step, rank):
     """[24 48], of another size in each step and on each rank."""
@@ -31,7 +33,8 @@ def train(scheme, engine, rank):
     """State dict (whole) after the training, and the ranges of its steps on this process."""
     torch.manual_seed(0)
     linear = nn.Linear(48, 32)
-    model = nn.Sequential(convert_linear(linear, MetisConfig(scheme=scheme), name="layer").train())
+    config = MetisConfig(scheme=scheme, **(KEPT if scheme == "metis" else {}))
+    model = nn.Sequential(convert_linear(linear, config, name="layer").train())
     layer = model[0]
     if engine == "ddp":
         model = DistributedDataParallel(model)

@@ -294,8 +294,11 @@ def test_resume_is_exact(scheme, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_processes_agree(engine, tmp_path):
-    """Every step ends with the maxima over all processes, and with the same weights on each."""
-    schemes = ("smoothquant", "tetrajet2")
+    """Every step ends with one state, and with the same weights on each process.
+
+    Ranges are the maxima over all processes, kept subspaces the first one's.
+    """
+    schemes = ("smoothquant", "tetrajet2", "metis")
     torch.multiprocessing.start_processes(
         stateful_run.run,
         (engine, schemes, str(tmp_path)),
@@ -309,6 +312,18 @@ def test_processes_agree(engine, tmp_path):
     for step, found in enumerate(first["smoothquant"]["ranges"], 1):
         x = torch.cat([stateful_run.batch(step, rank) for rank in range(stateful_run.RANKS)])
         assert torch.equal(found["step_range"], torch.stack([x.amax(0), -x.amin(0)]))
+    assert [one["subspaces_known"].tolist()[0] for one in first["metis"]["ranges"]] == [
+        1,
+        0,
+        1,
+        0,
+        1,
+    ]
+    for step, found in enumerate(first["metis"]["ranges"], 1):
+        basis = found["input_basis"]
+        own, other = (stateful_run.batch(step, rank) for rank in range(stateful_run.RANKS))
+        assert (own @ basis).norm() / own.norm() > 1.1 * (other @ basis).norm() / other.norm()
+        torch.testing.assert_close(basis.T @ basis, torch.eye(4))
     # A window of one step, the last one; its reset comes after that.
     last = first["tetrajet2"]["ranges"][-1]
     assert (last["weight_path"] > 0).all()

@@ -76,7 +76,8 @@ class Rows(Dataset):
 
 def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="nvfp4", **changes):
     """(losses of all steps, weights afterwards, trainer)."""
-    model = converted(scheme)
+    fields = {name: changes.pop(name) for name in [*changes] if name.startswith("subspace")}
+    model = converted(scheme, **fields)
     options = {
         "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
         "use_cpu": not torch.cuda.is_available(), "train_sampling_strategy": "sequential",
@@ -210,6 +211,17 @@ def test_what_cannot_be_recorded_runs_in_python(tmp_path, caplog) -> None:
     assert "details" not in graphs.refused
 
 
+def test_steps_with_and_without_a_search_of_subspaces(tmp_path) -> None:
+    """One recording each; `subspace_interval=2` takes turns."""
+    changes = {"scheme": "metis", "subspace_interval": 2, "subspace_refinements": 1}
+    changes |= {"max_steps": 10, "gradient_accumulation_steps": 2}
+    plain = train(tmp_path, "plain", **changes)
+    recorded = train(tmp_path, "recorded", Again, **changes)
+    assert_same(plain, recorded)
+    assert recorded[2].graphs.recordings == 2
+    assert recorded[2].graphs.record.played == 20 - 2 * cuda_graph.WARM_UP
+
+
 def test_schemes_with_a_state_run_in_python(tmp_path) -> None:
     changes = {"scheme": "smoothquant", "max_steps": 4}
     recorded = train(tmp_path, "recorded", Again, **changes)
@@ -308,14 +320,22 @@ def test_evaluation_in_between(tmp_path) -> None:
 @needs_cuda
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "accumulation"), [("nvfp4-rne", 1), ("nvidia", 2), ("metis", 2)]
+    ("scheme", "accumulation", "fields", "recordings"),
+    [
+        ("nvfp4-rne", 1, {}, 1),
+        ("nvidia", 2, {}, 1),
+        ("metis", 2, {}, 1),
+        ("metis", 2, {"subspace_interval": 3, "max_steps": 9}, 2),
+        ("metis", 2, {"subspace_interval": 3, "subspace_refinements": 1, "max_steps": 9}, 2),
+    ],
 )
-def test_in_cuda_graphs(scheme, accumulation, tmp_path) -> None:
+def test_in_cuda_graphs(scheme, accumulation, fields, recordings, tmp_path) -> None:
     changes = {"scheme": scheme, "gradient_accumulation_steps": accumulation, "bf16": True}
+    changes |= fields
     with use_kernels(None):  # those that a GPU's user gets
         plain = train(tmp_path, "plain", **changes)
         recorded = train(tmp_path, "recorded", lambda model: cuda_graph.CudaRecorder(), **changes)
     graphs = recorded[2].graphs
     assert graphs.refused is None
-    assert graphs.recordings == 1
+    assert graphs.recordings == recordings
     assert recorded[0] == pytest.approx(plain[0], rel=1e-4)

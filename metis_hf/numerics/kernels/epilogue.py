@@ -1,14 +1,15 @@
-"""The epilogue of a GEMM: outer scales of its operands, and a bias.
+"""The epilogue of a GEMM: outer scales of its operands, and a bias; and what an operand has lost.
 
-Each is applied in place, in fp32, and rounded once. On CUDA devices one Triton kernel does it in
-one pass over the output, where torch takes a pass for each, and slow ones: it promotes each element
-by itself. Results are equal to the bit.
+Each is computed in fp32, and rounded once. On CUDA devices one Triton kernel does it in one pass,
+where torch takes a pass for each, and slow ones: it promotes each element by itself. Results are
+equal to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels.choice import kernels_for
@@ -41,6 +42,24 @@ def finish_product(out: Tensor, scales: Sequence[Tensor] = (), bias: Tensor | No
         out.mul_(scale if scale.dim() or out.device.type == "cpu" else scale.reshape(1, 1))
     if bias is not None:
         out += bias.to(out.dtype)
+
+
+def rounding_error(x: Tensor, values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return what quantization took off a matrix, x - values * scale, in `dtype`.
+
+    Args:
+        x: [m n]
+        values: [m n]
+        scale: 0-dim, or one for each row [m 1], fp32; None: 1.
+        dtype: of the result, at most as wide as fp32 or `x`.
+    """
+    given = [x] if scale is None else [x, scale]
+    same = x.shape == values.shape and dtype in DTYPES
+    if same and _has_kernel(values, given) and kernels_for(values, *given) == "triton":
+        from metis_hf.numerics.kernels import triton_epilogue
+
+        return triton_epilogue.rounding_error(x, values, scale, dtype)
+    return (x - (values if scale is None else values.float() * scale)).to(dtype)
 
 
 def _has_kernel(out: Tensor, given: Sequence[Tensor]) -> bool:

@@ -59,6 +59,31 @@ def finish(
 
 
 @triton.jit
+def subtract(
+    x_ptr,
+    values_ptr,
+    scale_ptr,
+    out_ptr,
+    count,
+    columns,
+    row_stride,
+    column_stride,
+    SCALE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write x - values * scale for `count` elements, in rows of `columns`."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    row, column = at // columns, at % columns
+    value = _fp32(tl.load(values_ptr + at, mask=inside, other=0.0))
+    if scale_ptr is not None:
+        value = value * _scale(scale_ptr, row, column, inside, SCALE)
+    place = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    error = _fp32(tl.load(x_ptr + place, mask=inside, other=0.0)) - value
+    tl.store(out_ptr + at, cast(error, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _scale(ptr, row, column, inside, OF: tl.constexpr):
     if OF == "rows":
         scale = tl.load(ptr + row, mask=inside, other=0.0)
@@ -88,6 +113,29 @@ def finish_product(out: Tensor, scales: Sequence[Tensor], bias: Tensor | None) -
             SECOND=_kind(second),
             TILE=_TILE,
         )
+
+
+def rounding_error(x: Tensor, values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See `epilogue.rounding_error`; `values` is a contiguous matrix, not empty."""
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    count, columns = out.numel(), out.shape[1]
+    with torch.cuda.device_of(out):
+        launch(
+            subtract,
+            (triton.cdiv(count, _TILE),),
+            _OPTIONS,
+            x_ptr=x,
+            values_ptr=values,
+            scale_ptr=None if scale is None else scale.contiguous(),
+            out_ptr=out,
+            count=count,
+            columns=columns,
+            row_stride=x.stride(0),
+            column_stride=x.stride(1),
+            SCALE=_kind(scale),
+            TILE=_TILE,
+        )
+    return out
 
 
 def _kind(scale: Tensor | None) -> str:

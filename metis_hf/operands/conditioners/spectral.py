@@ -19,12 +19,12 @@ from metis_hf.operands.conditioner import (
     Part,
 )
 from metis_hf.operands.conditioners.kept_subspace import KeptSubspace, Subspaces
+from metis_hf.transforms.products import project
 from metis_hf.transforms.spectral import (
     fewest_rotations,
     fewest_rows,
     find_basis,
     find_subspace,
-    project,
 )
 
 
@@ -234,9 +234,7 @@ class Spectral(Conditioner):
         if start is not None:
             assert self.kept is not None
             rows["min_rows"] = fewest_rows(start.shape[1], 0, self.rows)
-            return find_basis(
-                x, start.shape[1], n_iter=self.kept.refinements, start=start, **rows
-            )
+            return find_basis(x, start.shape[1], n_iter=self.kept.refinements, start=start, **rows)
         if self.oversample:
             return find_subspace(
                 x,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels import use_kernels
-from metis_hf.numerics.kernels.epilogue import finish_product
+from metis_hf.numerics.kernels.epilogue import finish_product, rounding_error
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 
@@ -73,6 +73,26 @@ class EpilogueCases:
         with use_kernels(self.kernels):
             finish_product(found, [scale.to(self.device)], bias.to(self.device))
         assert_same_bits(found.cpu(), by_hand(out, [scale], bias))
+
+    @pytest.mark.parametrize("kind", ["no scale", "tensor", "rows"])
+    def test_what_rounding_took_off(self, kind) -> None:
+        """Each element in fp32, rounded once; of a transposed matrix too, and of part of one."""
+        for shape, dtype, transposed in itertools.product(SHAPES, DTYPES, (False, True)):
+            wide = torch.randn(shape[0] + 1, shape[1] + 2, generator=seeded(0)) * 300
+            x = wide.T.contiguous().T[1:, 2:] if transposed else wide[1:, 2:]
+            x, values = x.to(dtype), torch.randn(shape, generator=seeded(1)).to(torch.bfloat16)
+            values[0, 0] = torch.nan
+            scale = None if kind == "no scale" else scale_of(kind, shape, 2) * 1e6
+            with use_kernels(self.kernels):
+                found = rounding_error(
+                    x.to(self.device),
+                    values.to(self.device),
+                    None if scale is None else scale.to(self.device),
+                    torch.bfloat16,
+                )
+            whole = torch.ones(()) if scale is None else scale.expand(shape)
+            wanted = (x.float() - values.float() * whole).to(torch.bfloat16)
+            assert_same_bits(found.cpu(), wanted)
 
     @pytest.mark.parametrize("form", ["transposed", "batches", "fp64", "empty"])
     def test_operations_take_what_the_kernel_does_not(self, form) -> None:

@@ -16,6 +16,7 @@ from numerics.helpers import seeded
 from numerics.kernels.call_cases import CallCases
 from numerics.kernels.epilogue_cases import EpilogueCases
 from numerics.kernels.kernel_tools import low_rank
+from numerics.kernels.projection_cases import ProjectionCases
 from numerics.kernels.sums_cases import SumsCases
 from numerics.kernels.triton_cases import STOCHASTIC, Cases, NoiseCases, on, reference
 
@@ -93,6 +94,11 @@ class TestEpilogueOnGpu(EpilogueCases):
 
 @by_triton
 class TestSumsOnGpu(SumsCases):
+    device = "cuda"
+
+
+@by_triton
+class TestProjectionOnGpu(ProjectionCases):
     device = "cuda"
 
 

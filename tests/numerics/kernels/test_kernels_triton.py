@@ -28,8 +28,8 @@ compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or INTERPRETED,
     reason="triton is not installed, or TRITON_INTERPRET=1: it compiles nothing",
 )
-CASES = ("triton", "call", "epilogue", "sums")  # NAME_cases.py
-SOME = "(normal or nan or wide) and not subnormal or call or epilogue or sums"  # where not all run
+CASES = ("triton", "call", "epilogue", "sums", "projection")  # NAME_cases.py
+SOME = "(normal or nan or wide) and not subnormal or call or epilogue or sums or projection"
 AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
 
 
@@ -247,6 +247,23 @@ def test_sums_of_rows_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
     assert len({id(kernel) for kernel in recorder.compiled}) == 1
     assert_ieee(recorder.compiled[0].asm["ptx"])
     assert vector_loads(recorder.compiled[0]) == 2  # 16 bf16 elements of a thread
+
+
+@compiles
+@pytest.mark.slow
+def test_projections_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
+    """By three kernels, whatever the sizes, and none with approximate divisions."""
+    from metis_hf.numerics.kernels import triton_projection
+
+    compile_for(HOPPER)
+    names = ("split", "add_parts", "to_unit_columns")
+    recorders = [recorded(monkeypatch, triton_projection, name) for name in names]
+    for rows, width in ((256, 48), (8192, 16)):
+        triton_projection.bf16_parts(torch.zeros(64, width), 3, width)
+        triton_projection.unit_columns(torch.zeros(rows, 3 * width), 3, width)
+    for recorder in recorders:
+        assert len({id(kernel) for kernel in recorder.compiled}) == 1
+        assert_ieee(recorder.compiled[0].asm["ptx"])
 
 
 # --- when they run -------------------------------------------------------------------------------
