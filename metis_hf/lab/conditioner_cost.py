@@ -104,13 +104,12 @@ def _(conditioner: Spectral, shape, dim):
     2tck, subtraction and addition.
 
     Without extra columns w = k, and there is no thin matrix, eigenproblem or rotation: the last
-    basis is made orthonormal once more, 3ck^2.
+    basis is made orthonormal once more, 3ck^2. A kept basis (`subspace_interval`) is found in one
+    of that many steps; in the others each refinement is an iteration without a sketch.
     """
     t, c = shape
     k = min(conditioner.rank, t, c)
-    fewest = fewest_rows(k, conditioner.oversample, conditioner.rows)
-    rows = max(int(conditioner.sample_frac * t + 0.999999), fewest, k)
-    n = sum_count(t, rows) if conditioner.summed else min(rows, t)
+    n = _sums(conditioner, t, k, conditioner.oversample)
     w = min(k + conditioner.oversample, n, c)
     p, turns = conditioner.n_iter, fewest_rotations(w)
     subspace, factorization = 2.0 * n * c * w * (1 + 2 * p), (p + 1) * 3.0 * c * w * w
@@ -120,6 +119,12 @@ def _(conditioner: Spectral, shape, dim):
         factorization += (p + 3 + turns) * w**3 / 3
     else:
         factorization += 3.0 * c * w * w + (p + 2) * w**3 / 3
+    if conditioner.reuse is not None:
+        share, p = 1 / conditioner.reuse.interval, conditioner.reuse.refinements
+        products = 4.0 * _sums(conditioner, t, k, 0) * c * k * p
+        bases = (p + 1) * (3.0 * c * k * k + k**3 / 3) if p else 0.0
+        subspace = share * subspace + (1 - share) * products
+        factorization = share * factorization + (1 - share) * bases
     encode = {
         "subspace": subspace,
         "factorization": factorization,
@@ -127,3 +132,11 @@ def _(conditioner: Spectral, shape, dim):
         "low_rank": 2.0 * t * c * k + 2.0 * t * c,
     }
     return ConditionerCost(encode, low_rank=k)
+
+
+def _sums(conditioner: Spectral, t: int, k: int, oversample: int) -> int:
+    """Return how many rows, or sums of rows, of t a subspace of k directions is found from."""
+    rows = max(
+        int(conditioner.sample_frac * t + 0.999999), fewest_rows(k, oversample, conditioner.rows), k
+    )
+    return sum_count(t, rows) if conditioner.summed else min(rows, t)

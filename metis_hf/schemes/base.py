@@ -16,6 +16,7 @@ from metis_hf.operands import (
     StaticScale,
     WeightForm,
 )
+from metis_hf.operands.conditioners.kept_subspace import Reuse
 from metis_hf.operands.weight_forms import DENSE, HIGH_PRECISION_BITS
 from metis_hf.schemes.roles import Role
 from metis_hf.schemes.states import LayerState
@@ -152,7 +153,7 @@ class Scheme:
             if operand is not None and operand.quantizer is not None:
                 operand = replace(operand, quantizer=operand.quantizer.deterministic())
                 if isinstance(operand.conditioner, Spectral):  # which depends on no training
-                    operand = replace(operand, conditioner=replace(operand.conditioner, tensor=""))
+                    operand = replace(operand, conditioner=replace(operand.conditioner, reuse=None))
                 changes[role.name.lower()] = operand
         return replace(self, **changes)
 
@@ -218,9 +219,8 @@ class Scheme:
             if operand is not None and isinstance(split := operand.conditioner, Spectral):
                 of_input = role in (Role.FPROP_INPUT, Role.WGRAD_INPUT)
                 tensor = "input" if of_input else "grad_output"
-                changes[role.name.lower()] = replace(
-                    operand, conditioner=replace(split, tensor=tensor)
-                )
+                split = replace(split, reuse=Reuse(tensor, interval, refinements))
+                changes[role.name.lower()] = replace(operand, conditioner=split)
                 ranks[tensor] = split.rank
         if not changes:
             return self

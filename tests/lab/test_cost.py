@@ -67,6 +67,26 @@ def test_metis_by_hand():
     assert found.weight_bits == 4.5
 
 
+def test_kept_subspaces_are_found_in_one_step_of_their_interval():
+    """And refined in the others: a product with the Gram matrix of 16 sums a direction, or 1 %."""
+    k, g = 16, 4
+    fresh, kept = of("metis", rank=k), of("metis", rank=k, subspace_interval=8)
+    refined = of("metis", rank=k, subspace_interval=8, subspace_refinements=1)
+    for part in ("subspace", "factorization"):
+        assert kept.parts[part] == pytest.approx(fresh.parts[part] / 8)
+    fewest = [max(16 * rank, -(-T // 100)) for rank in (k, g)]
+    sums = [-(-T // (T // least)) for least in fewest]
+    products = 2 * sums[0] * IN * k + 2 * sums[1] * OUT * g
+    assert refined.parts["subspace"] - kept.parts["subspace"] == pytest.approx(
+        7 / 8 * products / GEMM
+    )
+    bases = 2 * (3 * IN * k**2 + k**3 / 3 + 3 * OUT * g**2 + g**3 / 3) / 2
+    assert refined.parts["factorization"] - kept.parts["factorization"] == pytest.approx(
+        7 / 8 * bases / GEMM
+    )
+    assert kept.parts["projection"] == fresh.parts["projection"]
+
+
 def test_the_quantized_low_rank_part_is_put_together_by_nobody():
     """The published residual is taken against the exact part; emulation makes the other beside."""
     k = 16

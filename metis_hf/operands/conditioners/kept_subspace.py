@@ -7,6 +7,20 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class Reuse(NamedTuple):
+    """Whose subspace a split takes from earlier steps, and how.
+
+    Attributes:
+        tensor: "input" or "grad_output".
+        interval: optimizer steps from one search to the next.
+        refinements: products with the batch's Gram matrix before a kept basis is used.
+    """
+
+    tensor: str
+    interval: int
+    refinements: int
+
+
 class Slot:
     """What the host knows of one kept subspace.
 

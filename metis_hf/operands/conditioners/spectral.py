@@ -18,7 +18,7 @@ from metis_hf.operands.conditioner import (
     LowRank,
     Part,
 )
-from metis_hf.operands.conditioners.kept_subspace import KeptSubspace, Subspaces
+from metis_hf.operands.conditioners.kept_subspace import KeptSubspace, Reuse, Subspaces
 from metis_hf.transforms.products import project
 from metis_hf.transforms.spectral import (
     fewest_rotations,
@@ -47,8 +47,8 @@ class Spectral(Conditioner):
         compensated: take the residual against the *quantized* low-rank part, so that the
             residual carries the rounding errors of the factors too; the paper takes it against
             the exact one.
-        tensor: whose subspace of earlier steps it takes, "input" or "grad_output", where the
-            layer's state keeps one (`schemes.subspaces`); "": none.
+        reuse: whose subspace of earlier steps it takes, where the layer's state keeps one
+            (`schemes.subspaces`); None: it finds one in each call.
         kept: that subspace, in a call.
     """
 
@@ -59,7 +59,7 @@ class Spectral(Conditioner):
     rows: int = 4
     summed: bool = False
     compensated: bool = True
-    tensor: str = ""
+    reuse: Reuse | None = None
     kept: KeptSubspace | None = None
 
     draws: ClassVar[bool] = True
@@ -150,9 +150,9 @@ class Spectral(Conditioner):
         return unpack(residual, quantizer, **options), low
 
     def bind(self, state: Any) -> Spectral:
-        if not self.tensor or not isinstance(state, Subspaces):
+        if self.reuse is None or not isinstance(state, Subspaces):
             return self
-        return replace(self, kept=getattr(state, self.tensor))
+        return replace(self, kept=getattr(state, self.reuse.tensor))
 
     def take_over(self, found: tuple[Tensor, object]) -> None:
         if self.kept is not None:
