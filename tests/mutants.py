@@ -57,6 +57,7 @@ NOISE = (
 SAVED = ("layers/test_saved_bits.py", "layers/test_saved_memory.py")
 SHARED = ("layers/test_saved_memory.py::test_what_is_shared_is_of_this_very_input",)
 SCHEMES = ("operands/test_operands.py",)
+KEPT = ("schemes/test_kept_subspaces.py",)
 STATES = ("schemes/test_stateful_schemes.py",)
 
 
@@ -185,7 +186,7 @@ MUTANTS = [
     _m("smallest-directions", "transforms/orthogonal.py",
        "values.argsort(descending=True, stable=True)", "values.argsort(stable=True)",
        "the split takes the smallest directions", SPLIT),
-    _m("projection-length", "transforms/spectral.py", "length * largest\n", "length\n",
+    _m("projection-length", "transforms/products.py", "length * largest\n", "length\n",
        "lengths of a split are normalized", SPLIT),
     _m("unrotate", "transforms/hadamard.py", "_matrix(seed, x.device, x.dtype).T, dim)",
        "_matrix(seed, x.device, x.dtype), dim)", "blocks are rotated twice",
@@ -296,4 +297,15 @@ MUTANTS = [
        "torch.where(step.isfinite(), mixed, running)", "averages move within a step", STATES),
     _m("nvidia-weights", "schemes/nvidia.py", "tile=Tile.SQUARE", "tile=Tile.ROW",
        "NVIDIA's weights have row blocks", SCHEMES),
+    _m("kept-recomputed", "schemes/subspaces.py", "if writes and not again else", "if writes else",
+       "recomputed forward passes change what is kept", KEPT),
+    _m("kept-in-evaluation", "schemes/base.py",
+       "replace(operand.conditioner, reuse=None)", "operand.conditioner",
+       "evaluation splits along the subspaces of training", KEPT),
+    _m("kept-search", "schemes/subspaces.py", "if step % self.interval == 0:",
+       "if (step + 1) % self.interval == 0:", "subspaces are found one step early", KEPT),
+    _m("kept-micro-batches", "schemes/subspaces.py", "target = buffers[names[-1]]",
+       "target = buffers[names[0]]", "a micro-batch refines what another has found", KEPT),
+    _m("kept-shared", "layers/saved_input.py", "operand.conditioner.take_over(found.found)",
+       "pass", "of layers with one input the first alone keeps a subspace", KEPT),
 ]  # fmt: skip
