@@ -109,7 +109,7 @@ def _(conditioner: Spectral, shape, dim):
     """
     t, c = shape
     k = min(conditioner.rank, t, c)
-    n = _sums(conditioner, t, k, conditioner.oversample)
+    n = _sample_size(conditioner, t, k, conditioner.oversample)
     w = min(k + conditioner.oversample, n, c)
     p, turns = conditioner.n_iter, fewest_rotations(w)
     subspace, factorization = 2.0 * n * c * w * (1 + 2 * p), (p + 1) * 3.0 * c * w * w
@@ -121,7 +121,7 @@ def _(conditioner: Spectral, shape, dim):
         factorization += 3.0 * c * w * w + (p + 2) * w**3 / 3
     if conditioner.reuse is not None:
         share, p = 1 / conditioner.reuse.interval, conditioner.reuse.refinements
-        products = 4.0 * _sums(conditioner, t, k, 0) * c * k * p
+        products = 4.0 * _sample_size(conditioner, t, k, 0) * c * k * p
         bases = (p + 1) * (3.0 * c * k * k + k**3 / 3) if p else 0.0
         subspace = share * subspace + (1 - share) * products
         factorization = share * factorization + (1 - share) * bases
@@ -134,7 +134,7 @@ def _(conditioner: Spectral, shape, dim):
     return ConditionerCost(encode, low_rank=k)
 
 
-def _sums(conditioner: Spectral, t: int, k: int, oversample: int) -> int:
+def _sample_size(conditioner: Spectral, t: int, k: int, oversample: int) -> int:
     """Return how many rows, or sums of rows, of t a subspace of k directions is found from."""
     rows = max(
         int(conditioner.sample_frac * t + 0.999999), fewest_rows(k, oversample, conditioner.rows), k
