@@ -32,7 +32,7 @@ full_only = pytest.mark.skipif(not full(), reason="takes long; runs with --full"
 
 
 def cases(
-    crossed: Factors, *, rotated: Factors, ids: Callable[[Any], str] = str
+    crossed: Factors, *, rotated: Factors, ids: Callable[[Any], str] = str, slow: Levels = ()
 ) -> pytest.MarkDecorator:
     """Return the parametrization of a test by combinations of factors.
 
@@ -40,6 +40,7 @@ def cases(
         crossed: factors of which every combination runs.
         rotated: factors that take turns beside those.
         ids: the text that stands for a level in a test's name.
+        slow: levels of the first crossed factor whose cases are marked slow.
     """
     names = [name.strip() for factor in (*crossed, *rotated) for name in factor.split(",")]
     levels = [_parts(crossed), _parts(rotated)]
@@ -52,10 +53,33 @@ def cases(
             for number, combination in enumerate(_product(levels[0]))
         ]
         _check(rotated, chosen, len(names))
+    first = next(iter(crossed))
+    width = first.count(",") + 1
+    late = [values[:width] for values in _parts({first: slow})[0]]
+    marks = [pytest.mark.slow if values[:width] in late else () for values in chosen]
     return pytest.mark.parametrize(
         names,
-        [pytest.param(*values, id="-".join(map(ids, values))) for values in chosen],
+        [
+            pytest.param(*values, id="-".join(map(ids, values)), marks=mark)
+            for values, mark in zip(chosen, marks)
+        ],
     )
+
+
+def some_slow(levels: Iterable[Any], slow: Levels) -> list[Any]:
+    """Return the levels as parameters of a test, and mark those among `slow` as slow.
+
+    For levels that cost much and differ from quick ones in nothing that the test looks at.
+    """
+    levels = list(levels)
+    assert len(slow) < len(levels), "nothing would be left for the quick suite"
+    return [
+        pytest.param(
+            *(level if isinstance(level, tuple) else (level,)),
+            marks=pytest.mark.slow if level in slow else (),
+        )
+        for level in levels
+    ]
 
 
 def thinned(levels: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
