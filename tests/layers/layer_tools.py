@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -82,6 +83,14 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tenso
     return (x * torch.logspace(0, -1, columns)).to(dtype)
 
 
+@functools.cache
+def kind(scheme: str) -> tuple[object, ...]:
+    """What whole models meet of a scheme, and whether it quantizes."""
+    layer = layer_of(scheme)[1]
+    state, masked = type(layer.scheme.state), layer.scheme.samples_rows
+    return (repr(layer.weight_form), state, masked, scheme.startswith("bf16"))
+
+
 def of_each_kind(schemes: Iterable[str]) -> list[str]:
     """Return one scheme of each kind: for what whole models and trainers meet of a scheme.
 
@@ -92,13 +101,11 @@ def of_each_kind(schemes: Iterable[str]) -> list[str]:
     schemes = list(schemes)
     chosen: dict[tuple[object, ...], str] = {}
     for scheme in sorted(schemes, key=lambda scheme: scheme not in PREFERRED):
-        layer = layer_of(scheme)[1]
-        state, masked = type(layer.scheme.state), layer.scheme.samples_rows
-        kind = (repr(layer.weight_form), state, masked, scheme.startswith("bf16"))
-        chosen.setdefault(kind, scheme)
+        chosen.setdefault(kind(scheme), scheme)
     return named(schemes, chosen.values())
 
 
+@functools.cache
 def structure(scheme: str, mode: str) -> tuple[object, ...]:
     """What a layer's code sees of a scheme: copies, conditioners, the weight's form, the state."""
     built = layer_of(scheme, mode)[1].scheme
