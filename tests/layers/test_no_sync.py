@@ -19,7 +19,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import llama
-from design import cases
+from design import cases, some_slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,10 +80,18 @@ def step_of_a_layer(layer, row_mask=None, optimizer=torch.optim.SGD):
         optimizer(layer.parameters(), lr=0.1).step()
 
 
+# Whose parts are those of other schemes.
+COMBINED = [
+    ("averis", "contraction"), ("halo", "shared"), ("metis-paper", "contraction"),
+    ("mxfp4-hadamard", "contraction"), ("nvidia-paper", "contraction"), ("quip", "contraction"),
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @cases(
     {"scheme, mode": STRUCTURES},
     rotated={"masked": [False, True], "reuses": [False, True]},
+    slow=COMBINED,
 )
 def test_a_layer(scheme, mode, masked, reuses):
     _, layer = layer_of(scheme, mode, i=64, o=48)
@@ -103,7 +111,11 @@ OPTIONS = {
 }
 
 
-@cases({"name": list(OPTIONS)}, rotated={"masked": [False, True]})
+@cases(
+    {"name": list(OPTIONS)},
+    rotated={"masked": [False, True]},
+    slow=["everything split, in contraction mode"],
+)
 def test_options_of_metis(name, masked):
     options = dict(OPTIONS[name])
     _, layer = layer_of("metis", options.pop("operand_mode", None), i=64, o=48, **options)
@@ -121,7 +133,7 @@ def test_formats(name, rounding):
     step_of_a_layer(layer)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("foreach", some_slow([False, True], [False]))
 def test_adamw_of_a_layer(foreach):
     _, layer = layer_of("metis", i=64, o=48)
     step_of_a_layer(layer, optimizer=partial(torch.optim.AdamW, foreach=foreach))
@@ -148,7 +160,7 @@ def test_layers_on_cuda(kernels):
 
 @pytest.mark.parametrize("scheme", ["metis", "smoothquant"])
 def test_a_model_and_its_optimizer(scheme):
-    some = ["q_proj", "k_proj", "down_proj"]  # two read one input
+    some = ["q_proj", "k_proj"]  # which read one input
     config = MetisConfig(scheme=scheme, target_modules=some)
     model = get_metis_model(llama(1).to("meta"), config)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import llama
+from design import some_slow
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,7 +52,16 @@ def values(layer: nn.Module, seed: int) -> tuple[list[Tensor], Tensor, Tensor, T
     return parameters, x.requires_grad_(), normal(96, 48), mask
 
 
-@pytest.mark.parametrize(("scheme", "mode"), STRUCTURES)
+# Whose parts are those of quick ones.
+COMBINED = [
+    ("averis", "contraction"), ("halo", "shared"), ("hot-channel", "contraction"),
+    ("metis-paper", "contraction"), ("mxfp4-hadamard", "contraction"),
+    ("nvidia-paper", "contraction"), ("quip", "contraction"), ("svdquant", "shared"),
+    ("w4a16", "shared"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "mode"), some_slow(STRUCTURES, COMBINED))
 def test_a_recorded_layer_is_the_layer(scheme, mode) -> None:
     _, layer = layer_of(scheme, mode, i=64, o=48)
     parameters, *inputs = values(layer, 0)

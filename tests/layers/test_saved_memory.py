@@ -89,10 +89,19 @@ def expected_bytes(layer, tokens, width):
     return size
 
 
+# Of a format and conditioner that another scheme has.
+ALIKE = [(scheme, "contraction") for scheme in (
+    "averis", "four-over-six", "four-over-six-unbiased", "mixfp4", "nvidia-unbiased",
+    "nvidia-paper", "outlier-suppression-plus", "quip",
+)]  # fmt: skip
+ALIKE += [(scheme, "shared") for scheme in ("nvfp4-rne", "quarot", "svdquant")]
+
+
 # What is saved is codes, whatever the dtype of x.
 @cases(
     {"scheme, mode": in_one_mode(FP4_SCHEME_MODES)},
     rotated={"dtype": [torch.float32, torch.bfloat16]},
+    slow=ALIKE,
 )
 def test_share_of_what_linear_saves(scheme, mode, dtype):
     """At most 0.33 of nn.Linear's under bf16 autocast, at width 512; and not a byte too many.
