@@ -24,9 +24,10 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def llama_with(scheme: str, checkpointing: bool = False, layers: int = 2):
+def llama_with(scheme: str, checkpointing: bool = False, layers: int = 2, **changes):
     torch.manual_seed(0)
-    model = get_metis_model(llama(layers), MetisConfig(scheme=scheme, rank=4)).train()
+    config = MetisConfig(scheme=scheme, rank=4, **changes)
+    model = get_metis_model(llama(layers), config).train()
     if checkpointing:
         options = {"use_reentrant": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

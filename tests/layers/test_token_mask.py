@@ -18,6 +18,7 @@ from metis_hf.layers.token_mask import TokenMask
 
 ROUNDS = 2
 SCHEMES = ("metis", "mean")  # both depend on which rows are padding
+SMALL = {"layers": 1, "target_modules": ["q_proj", "k_proj", "down_proj"]}
 
 
 def in_threads(work: Callable[[int], object], count: int = THREADS) -> list:
@@ -57,7 +58,7 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_threads_that_evaluate_one_model(scheme):
-    model, inputs = llama_with(scheme, layers=1).eval(), batches()
+    model, inputs = llama_with(scheme, **SMALL).eval(), batches()
     with torch.no_grad():
         alone = [model(**batch).logits for batch in inputs]
         unmasked = model(input_ids=inputs[1]["input_ids"]).logits
@@ -78,7 +79,7 @@ def test_threads_that_evaluate_one_model(scheme):
 @pytest.mark.parametrize(("scheme", "checkpointing"), [("metis", True), ("mean", False)])
 def test_threads_that_differentiate_one_model(scheme, checkpointing):
     """A recomputed layer gets the mask of its own call, whoever has begun another since."""
-    model, inputs = llama_with(scheme, checkpointing, layers=1), batches()
+    model, inputs = llama_with(scheme, checkpointing, **SMALL), batches()
     params = list(model.parameters())
 
     def gradients(index):
@@ -117,7 +118,7 @@ def replicas_of(model: nn.Module, count: int) -> list[tuple[nn.Module, list[torc
 @pytest.mark.parametrize(("scheme", "checkpointing"), [("metis", True), ("mean", False)])
 def test_replicas_of_data_parallel(scheme, checkpointing):
     """New threads for each forward pass, and one backward pass through all of them elsewhere."""
-    model, inputs = llama_with(scheme, checkpointing, layers=1), batches()[:-1]
+    model, inputs = llama_with(scheme, checkpointing, **SMALL), batches()[:-1]
 
     def step(run):
         """Losses and gradients; of each replica, since their sum has no fixed order."""
