@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB, llama
+from design import some_slow
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from versions import OLD_TRANSFORMERS
@@ -35,14 +36,17 @@ from metis_hf.layers.attention import ProductOperands
 from metis_hf.schemes import Role
 
 EAGER_TOO = ("llama", "gpt2", "gemma3", "mixtral", "t5", "bert-masked")
+CASES = [*((name, "sdpa") for name in ARCHITECTURES), *((name, "eager") for name in EAGER_TOO)]
+# Caps, windows, sinks, biases, Conv1D, experts, two stacks, no causal mask: what differs.
+QUICK = [*((name, "sdpa") for name in ("llama", "gemma3", "mixtral", "t5", "bert-masked")),
+         ("gemma2", "sdpa"), ("gpt-oss", "sdpa"), ("gpt2", "eager"), ("t5", "eager")]  # fmt: skip
 
 
 class TestArchitectures:
     """What masks, windows, caps, sinks and biases mean to the model's own attention."""
 
     @pytest.mark.parametrize(
-        ("name", "implementation"),
-        [*((name, "sdpa") for name in ARCHITECTURES), *((name, "eager") for name in EAGER_TOO)],
+        ("name", "implementation"), some_slow(CASES, [case for case in CASES if case not in QUICK])
     )
     def test_is_the_models_own_with_exact_operands(self, name, implementation):
         entry = ARCHITECTURES[name]

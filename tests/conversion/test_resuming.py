@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB
+from design import some_slow
 from safetensors.torch import load_file
 
 from conversion.architectures import ARCHITECTURES
@@ -172,14 +173,18 @@ class TestMixedSchemes:
         with pytest.raises(ValueError, match=match):
             model.load_state_dict(shard, strict=False)
 
-    @pytest.mark.parametrize(
-        ("name", "kept", "size"),
-        [
-            *((name, False, "20KB") for name in ARCHITECTURES),
-            *((name, True, "20KB") for name, each in ARCHITECTURES.items() if each.mixture),
-            ("mixtral", False, "1GB"),
-        ],
+    NAMED = (
+        *((name, False, "20KB") for name in ARCHITECTURES),
+        *((name, True, "20KB") for name, each in ARCHITECTURES.items() if each.mixture),
+        ("mixtral", False, "1GB"),
     )
+    # Decoders that are saved under their own names; llama and gpt2 stand for them.
+    LIKE_LLAMA = tuple((name, False, "20KB") for name in (
+        "llama-tied", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "phi3", "opt",
+        "gpt-neox",
+    ))  # fmt: skip
+
+    @pytest.mark.parametrize(("name", "kept", "size"), some_slow(NAMED, LIKE_LLAMA))
     def test_names_of_the_files(self, name, kept, size, tmp_path):
         """transformers saves some models under other names, and experts one by one.
 
