@@ -126,9 +126,9 @@ def test_each_interval_is_unbiased_with_the_noise_of_a_key(name) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stochastic_gives_one_of_the_two_neighbours(dtype) -> None:
-    """Stronger than "within one grid step" and than "on the grid"."""
+    """Stronger than "within one grid step" and than "on the grid"; each option in two dtypes."""
     x = normal(19, 40, seed=15, dtype=dtype)
-    for options in [*OPTIONS, {"dim": 0}]:
+    for options in [*OPTIONS, {"dim": 0}][DTYPES.index(dtype) % 2 :: 2]:
         wanted = ref.stochastic(to_numpy(x), **options)
         assert wanted.variance.any()
         toward = torch.from_numpy(wanted.toward).to(dtype)

@@ -54,9 +54,10 @@ def assert_round_trip(x: Tensor, **options) -> QuantizedTensor:
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_dequantize_gives_the_fake_quantized_values(name) -> None:
+    """Roundings by turns: each way in both, on half of the tensors."""
     x = INPUTS[name]
-    for options, rounding in itertools.product(ways(x), ROUNDINGS):
-        q = assert_round_trip(x, rounding=rounding, **options)
+    for turn, options in enumerate(ways(x), list(INPUTS).index(name)):
+        q = assert_round_trip(x, rounding=ROUNDINGS[turn % 2], **options)
         assert (q.shape, q.dtype) == (x.shape, x.dtype)
         assert q.codes.is_contiguous()
         assert q.scale.is_contiguous()  # as safetensors wants what it writes
