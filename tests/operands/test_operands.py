@@ -64,7 +64,13 @@ def test_copies_per_gemm_have_no_shared_mode():
             build_scheme(MetisConfig(scheme=scheme, operand_mode="shared"), IN, OUT)
 
 
-@cases({"scheme, mode": ALL_MODES}, rotated={"ranks": list(RANKS)})
+# Options of Metis one at a time, and formats of mixed blocks: each in its other mode, or in if4.
+OTHERS = [("metis of activations", "contraction"), ("metis of weights", "contraction"),
+          ("metis split", "contraction"), ("mixfp4", "contraction"),
+          ("w4a16", "contraction")]  # fmt: skip
+
+
+@cases({"scheme, mode": ALL_MODES}, rotated={"ranks": list(RANKS)}, slow=OTHERS)
 def test_layers_do_what_the_table_says(scheme, mode, ranks):
     """Every quantization of a layer, and its results, against float64 by the table."""
     layer, x, dy, calls, results = run(scheme, mode, **NEAREST, **RANKS[ranks])
