@@ -78,7 +78,7 @@ def test_what_is_named_changes_no_number(scheme, token_ids):
 
     def loss(**fields):
         torch.manual_seed(0)
-        model = get_metis_model(llama(), MetisConfig(scheme=scheme, **fields)).train()
+        model = get_metis_model(llama(1), MetisConfig(scheme=scheme, **fields)).train()
         return model(input_ids=token_ids, labels=token_ids).loss
 
     assert torch.equal(loss(), loss(**wishes))

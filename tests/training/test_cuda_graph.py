@@ -113,7 +113,7 @@ def assert_same(one, other) -> None:
     [
         {"scheme": "metis", "gradient_accumulation_steps": 2, "max_steps": 3, "max_grad_norm": 0.1},
         {"bf16": True, "gradient_checkpointing": True, "max_steps": 5},
-        {"scheme": "metis-paper", "max_steps": 5},  # split weights
+        pytest.param({"scheme": "metis-paper", "max_steps": 5}, marks=pytest.mark.slow),  # split
     ],
 )
 def test_a_run_from_recordings_is_the_run(changes, tmp_path) -> None:

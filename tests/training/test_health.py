@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import llama
+from design import some_slow
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.noise import Key
@@ -93,11 +94,11 @@ def test_the_call_that_has_rows_is_measured():
     assert probe.stats["expert"]["activation"]["nonfinite"] == 0
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    ["nvfp4-rne", "quarot", "quip", "hot-channel", "smoothquant", "outlier-suppression-plus",
-     "svdquant", "metis"],
-)  # fmt: skip
+MEASURED = ["nvfp4-rne", "quarot", "quip", "hot-channel", "smoothquant",
+            "outlier-suppression-plus", "svdquant", "metis"]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", some_slow(MEASURED, ["quip", "outlier-suppression-plus"]))
 def test_weight_is_measured_as_its_gemm_gets_it(scheme):
     """Rotated, scaled by what the layer has seen, split, or with a second term."""
     model = llama(num_hidden_layers=1)

@@ -40,7 +40,7 @@ class TestHighPrecision:
         def train(model, *, blocks):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             found = []
-            for step in range(3):
+            for step in range(2):
                 optimizer.zero_grad()
                 if blocks:
                     with high_precision(model), torch.no_grad():

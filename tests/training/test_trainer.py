@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from design import cases, named
+from design import cases, named, some_slow
 from layers.layer_tools import FP4_SCHEMES, layer_of, of_each_kind
 from schemes.test_stateful_schemes import OURS as STATEFUL
 
@@ -227,7 +227,10 @@ def test_an_optimizer_that_a_refresh_refuses_is_refused_after_one_step(tmp_path)
 
 
 # test_stateful_schemes resumes the others, within a window of steps.
-@pytest.mark.parametrize("scheme", [scheme for scheme in FP4 if scheme not in STATEFUL])
+STATELESS = [scheme for scheme in FP4 if scheme not in STATEFUL]
+
+
+@pytest.mark.parametrize("scheme", some_slow(STATELESS, ["nvfp4", "quartet2"]))
 def test_resume_is_exact(scheme, tmp_path):
     """2 + 2 steps equal 4: weights, moments, noise, refreshes and a switch of precision."""
     interval = int(layer_of(scheme)[1].scheme.weight.is_split)
