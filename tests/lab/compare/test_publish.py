@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import asdict
 
 import pytest
-from design import thinned
+from design import some_slow, thinned
 from matplotlib.figure import Figure
 from paths import ROOT
 
@@ -28,9 +28,10 @@ NAMES = sorted(
     if table.parent.with_suffix(".json").exists()
 )
 # Whose pictures are drawn too, by default.
-PICTURED = thinned(NAMES, "methods-tiny".__eq__)
-# The model of real-model/continued under other settings: as slow, and much the same.
-REPEATED = ("real-model/continued-300k", "real-model/continued-301k")
+PICTURED = thinned(NAMES, ("demo", "methods-tiny").__contains__)
+# Small ones: of one seed and of several, of a width, of a token count, beside published losses.
+QUICK = ("demo", "methods-tiny-averis", "methods-tiny-switch", "quartet2-scaled", "tokens-5",
+         "width-384-ten", "width-96-quarter")  # fmt: skip
 # Records whose own table stands on no page: some stand in tables of gap_by_width.py and
 # gap_by_tokens.py, one beside published losses, others in sentences of the pages.
 UNSHOWN = {
@@ -286,10 +287,7 @@ def test_committed_tables_are_on_pages_without_paths_of_a_machine():
             assert f"<!-- published {name} -->\n{beside.read_text()}<!-- end -->" in shown
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in NAMES],
-)
+@pytest.mark.parametrize("name", some_slow(NAMES, [name for name in NAMES if name not in QUICK]))
 def test_committed_tables_are_drawn_from_their_records(name, publish, tmp_path, monkeypatch):
     """From the runs alone: losses, statistics, costs, order, cells and findings."""
     if name not in PICTURED:
