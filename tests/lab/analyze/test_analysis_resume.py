@@ -86,7 +86,9 @@ class TestInterrupted:
     @pytest.mark.parametrize(
         ("where", "after", "said"),
         [
-            ("tensor_line", 2, "the weights of 2 more layers are to come"),
+            pytest.param(
+                "tensor_line", 2, "the weights of 2 more layers are to come", marks=pytest.mark.slow
+            ),
             ("tensor_line", 5, "activations and gradients are to come"),
             ("tensor_portrait", 2, "figures of single layers are to come"),
         ],

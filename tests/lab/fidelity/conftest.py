@@ -25,7 +25,7 @@ def place(tmp_path_factory):
             vocab_size=300,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,

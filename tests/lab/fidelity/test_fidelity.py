@@ -133,11 +133,11 @@ class TestNumbers:
 
     def test_layers_alone(self, place, measured):
         found = measured[1][0].alone
-        assert len(found["layers"]) == 14
+        assert len(found["layers"]) == 7
         model = load(place)
         with converted(model, MetisConfig(scheme="nvfp4-rne")) as layers:
             assert found["layers"].keys() == layers.keys()
-        name = "model.layers.1.mlp.down_proj"
+        name = "model.layers.0.mlp.down_proj"
         config = MetisConfig(scheme="nvfp4-rne", target_modules=name.replace(".", r"\."))
         ids = token_ids(place)[:1]
         with torch.no_grad():
@@ -199,7 +199,7 @@ class TestConverted:
         model, before = load(place), dict(load(place).named_parameters())
         for scheme in ("metis", "metis-paper", "omniquant", "smoothquant"):
             with converted(model, MetisConfig(scheme=scheme)) as layers:
-                assert len(layers) == 14
+                assert len(layers) == 7
             after = dict(model.named_parameters())
             assert after.keys() == before.keys()
             for name, parameter in before.items():
@@ -278,7 +278,7 @@ class TestFiles:
             ("loss", True): len(results) * (4 + 2),  # four batches, two kinds on one of them
             ("gradients", True): len(results) * (2 + 3),
             ("operands", True): len(results),
-            ("layers alone", True): 14 + 1,
+            ("layers alone", True): 7 + 1,
         }
 
     def test_other_settings_cost_no_measurement(self, place, measured, tmp_path, monkeypatch):
