@@ -11,29 +11,28 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from metis_hf.lab import store as stores
 from metis_hf.lab.store import DamagedRecord, Store, numerics_digest, source_digest, task_key
 
-HOLD = """
-import subprocess, sys
-from metis_hf.lab.store import Store
+FORK = multiprocessing.get_context("fork")
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked")
 
-with Store(sys.argv[1]).hold(sys.argv[2]):
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"],
-                             stdin=subprocess.PIPE)
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-DIE_IN_WRITE = """
-import os, signal, sys
-from metis_hf.lab.store import Store
 
-os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-Store(sys.argv[1]).put("task", "other", {"loss": 2.0})
-"""
+def hold(folder, name, held):
+    with Store(folder).hold(name):
+        code = "import sys; sys.stdin.read()"
+        subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE)
+        held.set()
+        time.sleep(60)
+
+
+def die_in_write(folder):
+    os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+    Store(folder).put("task", "other", {"loss": 2.0})
 
 
 @pytest.fixture
@@ -42,16 +41,17 @@ def holder(tmp_path):
     started = []
 
     def start(name=""):
-        command = [sys.executable, "-c", HOLD, str(tmp_path), name]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        held = FORK.Event()
+        process = FORK.Process(target=hold, args=(tmp_path, name, held), daemon=True)
+        process.start()
         started.append(process)
-        assert process.stdout.readline() == b"held\n"
+        assert held.wait(60)
         return process
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 def free(store, name=""):
@@ -81,11 +81,14 @@ class TestRecords:
             assert store.get(name, "key") == {"a": name}
             assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
+    @forks
     def test_a_process_that_dies_in_a_write_leaves_what_was_there(self, tmp_path):
         store = Store(tmp_path)
         store.put("task", "key", {"loss": 1.0})
-        done = subprocess.run([sys.executable, "-c", DIE_IN_WRITE, str(tmp_path)], check=False)
-        assert done.returncode == -signal.SIGKILL
+        process = FORK.Process(target=die_in_write, args=(tmp_path,))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         assert store.get("task", "key") == {"loss": 1.0}
         store.put("task", "other", {"loss": 2.0})
         assert [path.name for path in tmp_path.iterdir()] == ["task.json"]
@@ -133,14 +136,15 @@ class TestClaim:
             store.claim(settings, {"data": "1", "model": "0", "more": "3"})
 
 
+@forks
 class TestHold:
     def test_a_second_writer_is_told_of_the_first_until_that_is_gone(self, holder, tmp_path):
         process = holder()
         name = rf"{tmp_path} is in use by process {process.pid} on {socket.gethostname()}, since "
         with pytest.raises(ValueError, match=rf"{name}.*choose another --to$"):
             Store(tmp_path, "--to").hold().__enter__()
-        process.send_signal(signal.SIGKILL)  # its child lives on
-        process.wait()
+        process.kill()  # its child lives on
+        process.join()
         assert free(Store(tmp_path))
 
     def test_tasks_are_held_one_by_one(self, holder, tmp_path):
@@ -151,11 +155,9 @@ class TestHold:
         with store.hold("runs/b"), store.hold():
             store.claim({})
 
-    @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked")
     def test_forks_hold_nothing_and_give_nothing_back(self, tmp_path):
         """Pools that `Dataset.map` forks notice no parent's end, and run on to the block's end."""
-        context = multiprocessing.get_context("fork")
-        started, end = context.Event(), context.Event()
+        started, end = FORK.Event(), FORK.Event()
         block = Store(tmp_path).hold()
 
         def stay():
@@ -163,13 +165,13 @@ class TestHold:
             end.wait(60)
 
         with block:
-            leaving = context.Process(target=block.__exit__, args=(None, None, None))
+            leaving = FORK.Process(target=block.__exit__, args=(None, None, None))
             leaving.start()
             leaving.join()
             assert leaving.exitcode == 0
             with pytest.raises(ValueError, match=f"process {os.getpid()} on"):
                 Store(tmp_path).hold().__enter__()
-            staying = context.Process(target=stay, daemon=True)
+            staying = FORK.Process(target=stay, daemon=True)
             staying.start()
             assert started.wait(60)
         assert free(Store(tmp_path))
