@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 import pytest
+from design import some_slow
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
@@ -26,7 +27,7 @@ MOST = {
 }
 
 
-@pytest.mark.parametrize("scheme", MOST)
+@pytest.mark.parametrize("scheme", some_slow(MOST, ["four-over-six", "w4a4"]))
 def test_launches_of_a_layer(scheme) -> None:
     import counts
 

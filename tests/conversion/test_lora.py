@@ -100,7 +100,7 @@ def test_trainer_trains_the_adapter_and_nothing_else(tmp_path):
     trainer = transformers.Trainer(
         model,
         transformers.TrainingArguments(
-            str(tmp_path), max_steps=8, learning_rate=1e-2, per_device_train_batch_size=4,
+            str(tmp_path), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=4,
             logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],
