@@ -10,9 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from compressed_tensors.quantization import QuantizationConfig
-from compressed_tensors.quantization.lifecycle.forward import forward_quantize
-from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
 from conftest import VOCAB, llama
 from safetensors.torch import load_file
 from texts import documents
@@ -40,6 +37,8 @@ def calibrated(path, build=llama, scheme="w4a4", tokenizer=False, **config):
 
 def arguments(group):
     """What a config group says of weights and inputs, defaults filled in by the library."""
+    from compressed_tensors.quantization import QuantizationConfig
+
     config = QuantizationConfig.model_validate(group)
     return config.config_groups
 
@@ -64,6 +63,8 @@ def of_layer(state, name):
 
 
 def test_the_config_is_the_preset_of_compressed_tensors(exported, tmp_path):
+    from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
+
     export_checkpoint(
         calibrated(tmp_path / "w4a16", scheme="w4a16"),
         tmp_path / "out",
@@ -120,6 +121,8 @@ class TestCompressedTensors:
 
     def test_inputs_in_fp32(self, models):
         """The same codes and scales, but for ties that two ways to round to fp32 decide."""
+        from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
         ours, theirs = models
         for name, layer in metis_layers(ours):
             module = theirs.get_submodule(name)

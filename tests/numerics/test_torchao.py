@@ -15,32 +15,16 @@ from torch import Tensor
 
 from metis_hf.numerics import fake_quantize, get_format, quantize
 from metis_hf.numerics.storage import unpack
+from numerics import torchao_oracle as oracle
 from numerics.cases import MX_FORMATS, assert_same_bits, label
 from numerics.helpers import normal, seeded
-from numerics.torchao_oracle import (
-    DTYPE_FP6_E2M3,
-    DTYPE_FP6_E3M2,
-    ScaleCalculationMode,
-    f4_unpacked_to_f32,
-    nvfp4_quantize,
-    per_tensor_amax_to_scale,
-    to_dtype,
-    to_mx,
-    unpack_uint4,
-)
 
 ELEMENT_DTYPES = {
     "mxfp4": torch.float4_e2m1fn_x2,
-    "mxfp6-e2m3": DTYPE_FP6_E2M3,
-    "mxfp6-e3m2": DTYPE_FP6_E3M2,
     "mxfp8-e4m3": torch.float8_e4m3fn,
     "mxfp8-e5m2": torch.float8_e5m2,
 }
-MODES = {
-    "floor": ScaleCalculationMode.FLOOR,
-    "up": ScaleCalculationMode.RCEIL,
-    "even": ScaleCalculationMode.EVEN,
-}
+MODES = {"floor": "FLOOR", "up": "RCEIL", "even": "EVEN"}  # of ScaleCalculationMode
 BF16_TIES = 0.01  # share of a bf16 tensor's scales or codes that may be exact ties
 SMALLEST_SCALE = 2.0**-6  # torchao clamps E4M3 block scales to the smallest normal value
 
@@ -51,21 +35,23 @@ def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 def torchao_nvfp4(x: Tensor, two_level: bool) -> tuple[Tensor, Tensor]:
     """(block scales, packed codes)."""
-    tensor_scale = per_tensor_amax_to_scale(x.abs().max()) if two_level else None
-    return nvfp4_quantize(x, 16, tensor_scale)
+    tensor_scale = oracle.per_tensor_amax_to_scale(x.abs().max()) if two_level else None
+    return oracle.nvfp4_quantize(x, 16, tensor_scale)
 
 
 def nvfp4_values(scale: Tensor, packed: Tensor) -> Tensor:
     """code * scale, without the tensor scale."""
-    codes = f4_unpacked_to_f32(unpack_uint4(packed)).unflatten(-1, (-1, 16))
+    codes = oracle.f4_unpacked_to_f32(oracle.unpack_uint4(packed)).unflatten(-1, (-1, 16))
     return (codes * scale.float()[..., None]).flatten(-2)
 
 
 def torchao_mx(x: Tensor, fmt: str, scale_rounding: str) -> tuple[Tensor, Tensor, Tensor]:
     """(scale bytes, code bytes, fp32 values); FP4 codes packed, FP6 codes one to a byte."""
-    dtype = ELEMENT_DTYPES[fmt]
-    scale, codes = to_mx(x, dtype, 32, MODES[scale_rounding])
-    values = to_dtype(codes, scale, dtype, 32, torch.float32)
+    six_bits = {"mxfp6-e2m3": oracle.DTYPE_FP6_E2M3, "mxfp6-e3m2": oracle.DTYPE_FP6_E3M2}
+    dtype = (ELEMENT_DTYPES | six_bits)[fmt]
+    mode = oracle.ScaleCalculationMode[MODES[scale_rounding]]
+    scale, codes = oracle.to_mx(x, dtype, 32, mode)
+    values = oracle.to_dtype(codes, scale, dtype, 32, torch.float32)
     return scale.view(torch.uint8), codes.view(torch.uint8), values
 
 

@@ -1,34 +1,32 @@
-"""torchao's casts; `make` installs it apart, since transformers loads it wherever it is."""
+"""torchao's casts, imported at the first use of one: that takes seconds.
 
+`make` installs torchao apart, since transformers loads it wherever it is.
+"""
+
+import importlib
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(sys.prefix) / "oracles"))
 logging.getLogger("torchao").setLevel(logging.CRITICAL)  # its GPU kernels do not load on a CPU
 
-from torchao.prototype.mx_formats.config import ScaleCalculationMode  # noqa: E402
-from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2  # noqa: E402
-from torchao.prototype.mx_formats.kernels import (  # noqa: E402
-    f4_unpacked_to_f32,
-    unpack_uint4,
-)
-from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx  # noqa: E402
-from torchao.prototype.mx_formats.nvfp4_tensor import (  # noqa: E402
-    nvfp4_quantize,
-    per_tensor_amax_to_scale,
-)
-from torchao.prototype.mx_formats.utils import to_blocked  # noqa: E402
+MODULES = {
+    "DTYPE_FP6_E2M3": "constants",
+    "DTYPE_FP6_E3M2": "constants",
+    "ScaleCalculationMode": "config",
+    "f4_unpacked_to_f32": "kernels",
+    "nvfp4_quantize": "nvfp4_tensor",
+    "per_tensor_amax_to_scale": "nvfp4_tensor",
+    "to_blocked": "utils",
+    "to_dtype": "mx_tensor",
+    "to_mx": "mx_tensor",
+    "unpack_uint4": "kernels",
+}
 
-__all__ = [
-    "DTYPE_FP6_E2M3",
-    "DTYPE_FP6_E3M2",
-    "ScaleCalculationMode",
-    "f4_unpacked_to_f32",
-    "nvfp4_quantize",
-    "per_tensor_amax_to_scale",
-    "to_blocked",
-    "to_dtype",
-    "to_mx",
-    "unpack_uint4",
-]
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(f"torchao.prototype.mx_formats.{MODULES[name]}"), name)

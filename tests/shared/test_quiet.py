@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-import datasets
 import pytest
 from transformers.utils import logging
 
 from metis_hf.shared.quiet import quiet
 
 
+@pytest.fixture
+def datasets():
+    return importlib.import_module("datasets")
+
+
 @pytest.fixture(autouse=True)
-def loud():
+def loud(datasets):
     """Let the libraries speak, which conftest silences, and leave them as they were."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     of_datasets = not datasets.are_progress_bars_disabled()
@@ -29,6 +33,7 @@ def loud():
 
 
 def is_silent():
+    datasets = sys.modules["datasets"]
     bars = logging.is_progress_bar_enabled() or not datasets.are_progress_bars_disabled()
     return not bars and logging.get_verbosity() == logging.ERROR
 
@@ -41,7 +46,7 @@ def fail_silently():
         raise KeyError
 
 
-def test_silent_in_the_block_and_as_before_after_it():
+def test_silent_in_the_block_and_as_before_after_it(datasets):
     """After an error too; silence within silence stays."""
     with pytest.raises(KeyError):
         fail_silently()

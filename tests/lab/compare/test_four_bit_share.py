@@ -70,7 +70,9 @@ def test_rotations_are_no_codes_and_second_terms_are(study, smol):
 
 
 def test_moments_of_four_bits_are_those_of_torchao(study):
-    pytest.importorskip("numerics.torchao_oracle")  # finds torchao
+    import numerics.torchao_oracle  # noqa: F401
+
+    pytest.importorskip("torchao")  # where the oracle has looked
     from torchao.optim import AdamW4bit
     from torchao.optim.subclass_4bit import OptimState4bit
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from paths import ROOT
-from scipy import stats
 
 from metis_hf.lab.compare.published import grid
 
@@ -78,6 +77,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say(law):
 
 def test_one_exponent_is_that_of_an_independent_regression(law):
     """With N held fixed the fit is a line: scipy's linregress, its error, its residual."""
+    from scipy import stats
+
     points = [p for p in synthetic(law, (0.2, 0.0), noise=0.1) if p.width == 640]
     x, y = np.log([p.ratio / 100 for p in points]), np.log([p.gap for p in points])
     expected = stats.linregress(x, y)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from datasets import Dataset
 
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.lab.compare.optimization import ExperimentTrainer
@@ -120,6 +119,8 @@ def test_another_experiment_has_the_schedule_of_its_arguments(tmp_path):
 def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path):
     """Its schedule too: the rates of both parts are those of one run."""
     tokens = torch.randint(64, (40, 8), generator=torch.Generator().manual_seed(1))
+    from datasets import Dataset
+
     dataset = Dataset.from_dict({"input_ids": tokens.tolist()}).with_format("torch")
     variant = Variant.of_scheme("nvidia")
 

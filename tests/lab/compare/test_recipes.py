@@ -9,7 +9,6 @@ import runpy
 import subprocess
 import sys
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -42,7 +41,7 @@ def launch(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(
             sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "out"), *argv]
         )
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
         monkeypatch.setattr(corpus, "stdlib_documents", lambda: list(documents()))  # read once
         runpy.run_path(str(RECIPE), run_name="__main__")
         return capsys.readouterr().out

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 import transformers
@@ -15,6 +14,12 @@ import transformers
 from metis_hf.lab.compare import meters
 from metis_hf.lab.compare.training import training_arguments, whole_batches
 from metis_hf.lab.compare.variants import Experiment
+
+
+def dataset(ids):
+    import datasets  # takes a second
+
+    return datasets.Dataset.from_dict({"input_ids": ids})
 
 
 def arguments(folder, steps):
@@ -26,7 +31,7 @@ def arguments(folder, steps):
 
 def test_every_step_of_several_epochs_has_a_whole_batch(tmp_path):
     """The last sequences of an epoch would be a smaller batch, and its tokens counted in full."""
-    rows = datasets.Dataset.from_dict({"input_ids": [[n] for n in range(10)]})
+    rows = dataset([[n] for n in range(10)])
     found = whole_batches(rows, arguments(tmp_path, steps=3))
     assert [row["input_ids"] for row in found] == [[n] for n in range(8)]
     ids = torch.arange(10)
@@ -37,7 +42,7 @@ def test_every_step_of_several_epochs_has_a_whole_batch(tmp_path):
 
 
 def test_less_than_a_batch_is_refused(tmp_path):
-    rows = datasets.Dataset.from_dict({"input_ids": [[1]] * 3})
+    rows = dataset([[1]] * 3)
     with pytest.raises(ValueError, match="3 sequences to train on are no batch of 4"):
         whole_batches(rows, arguments(tmp_path, steps=1))
 

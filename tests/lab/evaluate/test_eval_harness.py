@@ -8,16 +8,21 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
-import lm_eval
 import pytest
 import torch
-from lm_eval.api.registry import get_model
 from paths import ROOT
 
 from lab.evaluate.eval_tools import DATA, results, run, save
 from metis_hf import metis_layers
-from metis_hf.lab.evaluate.harness import MetisLM
 from metis_hf.lab.evaluate.tasks import plan_tasks, task_manager
+
+
+@pytest.fixture(scope="module")
+def metis_lm():
+    """The class; lm-eval takes seconds to import."""
+    from metis_hf.lab.evaluate.harness import MetisLM
+
+    return MetisLM
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +30,20 @@ def checkpoint(tokenizer, tmp_path_factory):
     return save(tmp_path_factory.mktemp("run") / "model", "metis", tokenizer)
 
 
-def test_registered_under_its_name():
-    assert get_model("metis") is MetisLM
+def test_registered_under_its_name(metis_lm):
+    from lm_eval.api.registry import get_model
+
+    assert get_model("metis") is metis_lm
     text = (ROOT / "pyproject.toml").read_text()
     section = text.split('[project.entry-points."lm_eval.models"]\n')[1]
     name, value = section.splitlines()[0].split(" = ")
-    assert EntryPoint(name, value.strip('"'), "lm_eval.models").load() is MetisLM
+    assert EntryPoint(name, value.strip('"'), "lm_eval.models").load() is metis_lm
 
 
 def harness_alone(checkpoint, precision, *names):
     """Return lm-eval's own answer for these tasks in one call, the checkpoint named as a run."""
+    import lm_eval
+
     tasks = [task.spec for task in plan_tasks(names, DATA)]
     return lm_eval.simple_evaluate(
         "metis",
@@ -66,20 +75,20 @@ def test_same_numbers_as_the_command(precision, checkpoint, tmp_path):
     assert alike == (precision == "dense")  # in one call tasks share batches, and batches matter
 
 
-def test_precision_decides_the_model(checkpoint):
+def test_precision_decides_the_model(checkpoint, metis_lm):
     def model(**changes):
-        return MetisLM(str(checkpoint), device="cpu", **changes).model
+        return metis_lm(str(checkpoint), device="cpu", **changes).model
 
     assert len(list(metis_layers(model()))) == 7
     assert not list(metis_layers(model(precision="dense")))
     assert model(dtype="bfloat16").dtype == torch.bfloat16
 
 
-def test_refusals(checkpoint, tmp_path):
+def test_refusals(checkpoint, metis_lm, tmp_path):
     with pytest.raises(ValueError, match="precision='both'; expected one of scheme, dense"):
-        MetisLM(str(checkpoint), precision="both")
+        metis_lm(str(checkpoint), precision="both")
     with pytest.raises(ValueError, match="holds no checkpoint"):
-        MetisLM(str(tmp_path), device="cpu")
+        metis_lm(str(tmp_path), device="cpu")
 
 
 @pytest.mark.slow  # lm-eval indexes all of its tasks

@@ -11,7 +11,6 @@ import random
 import sys
 from pathlib import Path
 
-import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
@@ -226,6 +225,8 @@ def test_a_tokenizer_without_padding_stays_so(model, tokenizer):
 
 
 def test_errors(model, tokenizer, tmp_path, monkeypatch):
+    import lm_eval.tasks
+
     with pytest.raises(ValueError, match="tasks is empty"):
         evaluate_model(model, tokenizer, [])
     with pytest.raises(ValueError, match=r"include_path='.*nowhere' is not a directory"):

@@ -6,11 +6,7 @@ import json
 import os
 import shutil
 
-import datasets
-import lm_eval
 import pytest
-from lm_eval.config.task import TaskConfig
-from lm_eval.tasks._yaml_loader import load_yaml
 
 from lab.evaluate.eval_tools import DATA, make_model
 from metis_hf.lab.evaluate import evaluate_model
@@ -39,6 +35,10 @@ def rows(task):
 
 
 def test_definitions_are_lm_evals_but_for_the_data():
+    import lm_eval.tasks
+    from lm_eval.config.task import TaskConfig
+    from lm_eval.tasks._yaml_loader import load_yaml
+
     for task in LOCAL_TASKS:
         group = local(task)
         ours = task_manager([group], None).load([group])["tasks"][task]
@@ -124,7 +124,7 @@ def test_names_without_a_score_of_their_own(tmp_path):
 
 def test_replaced_file_of_same_name_size_and_date_is_read_again(tokenizer, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
     file = tmp_path / "piqa.jsonl"
 
     def measured():
