@@ -384,9 +384,6 @@ def uniform(
 def signs(count: int, key: Key) -> Tensor:
     """Return `count` random signs +-1, fp32, where the data of the key is."""
     assert key.data is not None
-    kernels = one_launch(key.data)
-    if kernels is not None:
-        return kernels.uniform(torch.Size((count,)), key, key.data.device, signs=True)
     return 1.0 - 2.0 * (random_bits(count, key, key.data.device) < 0)
 
 

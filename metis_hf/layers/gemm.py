@@ -28,7 +28,7 @@ from metis_hf.layers.unsupported import differentiable_once, refuse_batched_grad
 from metis_hf.numerics.kernels.epilogue import finish_product
 from metis_hf.operands import Encoded, LowRank, Operand, Quantized
 from metis_hf.operands.kept_weight import KeptWeight
-from metis_hf.operands.weight_forms import WeightForm
+from metis_hf.operands.weight_forms import DenseWeight, WeightForm
 from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.noise_keys import CallKeys
 from metis_hf.schemes.roles import Role
@@ -72,6 +72,17 @@ class GemmPlan:
         if role is Role.DGRAD_WEIGHT and not self.keys.trains and operand.draws:
             return False  # of a frozen weight, whose key is of the call
         return operand.conditioner.comes_again or operand == self.scheme.resolve(role)[1]
+
+    def expect(self, *operands: tuple[Role, Tensor]) -> None:
+        """Let kernels find the largest magnitudes of these operands, which come next, together."""
+        scratch = self.keys.scratch
+        if scratch is None:
+            return
+        found = []
+        for role, x in operands:
+            role, operand = self.resolve(role)
+            found.append(operand.measured(x, dim=contracted_dim(role), key=self.keys[role]))
+        scratch.expect(*(each for each in found if each is not None))
 
     def fprop(
         self,
@@ -151,7 +162,13 @@ class GemmPlan:
         if self.saves_input and operand.has_codes(x):
             dim = contracted_dim(role)
             encoded = encode_once(
-                operand, x, self.source, dim=dim, key=self.keys[role], row_mask=self.row_mask
+                operand,
+                x,
+                self.source,
+                dim=dim,
+                key=self.keys[role],
+                row_mask=self.row_mask,
+                dtype=self.dtype if shared else None,
             )
             saved = SavedInput("encoded", encoded.tensors)
             if shared:
@@ -219,8 +236,13 @@ class QuantizedGemm(torch.autograd.Function):
     ) -> Tensor:
         # x [t i], bias [o] or None, params as plan.weight stores them
         with torch.autocast(x.device.type, enabled=False):
+            matrices = [(Role.FPROP_INPUT, x)]
+            if plan.kept is None and isinstance(plan.weight, DenseWeight):
+                matrices.append((Role.FPROP_WEIGHT, params[0].detach()))
+            plan.expect(*matrices)
             x_hat, saved = plan.input_operand(x)
             w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
+            plan.expect()
             y = plan.fprop(x, x_hat, params, w_hat, bias)
         ctx.save_for_backward(*params, *saved.tensors)
         ctx.plan, ctx.saved_kind, ctx.x_dtype = plan, saved.kind, x.dtype
@@ -238,6 +260,8 @@ class QuantizedGemm(torch.autograd.Function):
         dx = dbias = None
         dparams: Sequence[Tensor | None] = [None] * len(params)
         with torch.autocast(dy.device.type, enabled=False):
+            if need_x and any(need_params) and not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
+                plan.expect((Role.WGRAD_GRAD_OUTPUT, dy))
             if need_x or (any(need_params) and plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT)):
                 d_hat = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
             if need_x:
@@ -247,6 +271,7 @@ class QuantizedGemm(torch.autograd.Function):
             if any(need_params):
                 if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
                     d_hat = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
+                    plan.expect()
                 shape = (dy.shape[0], params[-1].shape[1])
                 x_hat = plan.wgrad_input(SavedInput(ctx.saved_kind, saved), shape)
                 dw = _without_padding(plan.wgrad(dy, d_hat, x_hat), *params[-1].shape)

@@ -65,16 +65,17 @@ def encode_once(
     dim: int,
     key: Key,
     row_mask: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> Encoded:
     """Return `operand.encode(x)`, or its result for another layer that reads the same tensor.
 
     Args:
-        operand, x, dim, key, row_mask: as in `Operand.encode`; x [t c].
+        operand, x, dim, key, row_mask, dtype: as in `Operand.encode`; x [t c].
         source: the layer's input, of which x is a view; None shares nothing.
     """
     tensor = None if source is None else source()
     if tensor is None or tensor.is_inference() or torch.compiler.is_compiling():
-        return operand.encode(x, dim=dim, key=key, row_mask=row_mask)
+        return operand.encode(x, dim=dim, key=key, row_mask=row_mask, dtype=dtype)
     kept, wanted = last_input.kept, (operand, dim, key.static)
     has_memory = type(tensor) in (Tensor, nn.Parameter)  # subclasses may have none
     contents = mark_of(tensor) if has_memory else (tensor._version,)
@@ -85,7 +86,7 @@ def encode_once(
         if found.found is not None:
             operand.conditioner.take_over(found.found)
         return found
-    encoded = operand.encode(x, dim=dim, key=key, row_mask=row_mask)
+    encoded = operand.encode(x, dim=dim, key=key, row_mask=row_mask, dtype=dtype)
     values = kept.start(mark)
     values["encoded"] = encoded.stored()
     values["row_mask"] = row_mask  # an id belongs to an object as long as that lives

@@ -139,6 +139,9 @@ class ShardedPlan(GemmPlan):
             return role, replace(operand, conditioner=shared)
         return role, replace(operand, conditioner=GivenScale(self.amax[_tensor(role)]))
 
+    def expect(self, *operands: tuple[Role, Tensor]) -> None:
+        pass  # magnitudes are the ones of whole tensors
+
     def matrix_operand(self, role: Role, x: Tensor) -> Quantized:
         if role in _GRADIENTS and needs_amax(self.scheme, self.shards, role):
             (self.amax["grad_output"],) = self.shards.largest(x)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import Packed, pack, unpack
+from metis_hf.numerics.kernels import Packed, pack, rotation, unpack
+from metis_hf.numerics.kernels.layout import Groups
 
 
 class Part(NamedTuple):
@@ -50,12 +51,14 @@ class Encoded(NamedTuple):
         low: the low-rank part, where encoding has computed it; `decode` does without.
         dense: the product [t c] of the low-rank part, likewise.
         found: what encoding has found for later steps; see `Conditioner.take_over`.
+        values: [t c] of the operand that the GEMM takes, likewise.
     """
 
     tensors: tuple[Any, ...]
     low: LowRank | None = None
     dense: Tensor | None = None
     found: Any = None
+    values: Tensor | None = None
 
     @property
     def packed(self) -> Packed:
@@ -75,6 +78,8 @@ class Encoded(NamedTuple):
 # A class that overrides the first of two methods, and not the second, has codes that do not know
 # what the first one does now.
 _CODED_BY = {"__call__": "encode", "for_matrix": "decode"}
+# Methods that `groups` of a class further up knows nothing about.
+_ROTATING = ("forward", "inverse", "__call__", "encode", "decode")
 
 
 def _is_newer(kind: type, method: str, other: str) -> bool:
@@ -273,6 +278,8 @@ class AroundQuantizer(Conditioner):
         super().__init_subclass__(**kwargs)
         if "for_matrix" in vars(cls) and "draws" not in vars(cls):
             cls.draws = True
+        if any(_is_newer(cls, method, "groups") for method in _ROTATING):
+            cls.groups = AroundQuantizer.groups  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, *, dim: int) -> Tensor:
         """Transform x [t c], fp32 or fp64 and not empty; `dim` is what the GEMM contracts."""
@@ -285,6 +292,13 @@ class AroundQuantizer(Conditioner):
     def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
         """Return the shape that `forward` gives a matrix of this shape; one that pads says so."""
         return shape
+
+    def groups(self, n: int) -> Groups | None:
+        """Return the rotation that `forward` and `inverse` are, of a dimension of n entries.
+
+        Quantizers can rotate by themselves. None: these are something else.
+        """
+        return None
 
     def for_matrix(self, x: Tensor, key: Key) -> AroundQuantizer:
         """Return the transform of one matrix, where it depends on the matrix or its noise.
@@ -306,6 +320,11 @@ class AroundQuantizer(Conditioner):
         if x.numel() == 0:
             return x.to(dtype)
         own = self.for_matrix(x, key)
+        groups = own.groups(x.shape[dim])
+        if groups is not None and type(quantizer) is Quantizer:
+            x_hat = rotation.fake_quantize(x, quantizer, groups, dim=dim, key=key, dtype=dtype)
+            if x_hat is not None:
+                return x_hat
         quantized = quantizer(own.forward(as_fp32(x), dim=dim), dim=dim, key=key)
         return own.inverse(quantized, dim=dim).to(dtype)
 
@@ -318,7 +337,13 @@ class AroundQuantizer(Conditioner):
     def encode(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
     ) -> Encoded:
-        transformed = self.for_matrix(x, key).forward(as_fp32(x), dim=dim)
+        own = self.for_matrix(x, key)
+        groups = own.groups(x.shape[dim])
+        if groups is not None:
+            packed = rotation.pack(x, quantizer, groups, dim=dim, key=key)
+            if packed is not None:
+                return Encoded(packed)
+        transformed = own.forward(as_fp32(x), dim=dim)
         known = tuple(self.transformed_shape((x.shape[0], x.shape[1]), dim=dim))
         if transformed.shape != known:  # which `decode` reads
             raise ValueError(
@@ -338,6 +363,11 @@ class AroundQuantizer(Conditioner):
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         packed, shape = Packed(*encoded.tensors), self.transformed_shape(shape, dim=dim)
+        groups = self.groups(shape[dim])
+        if groups is not None:
+            x_hat = rotation.unpack(packed, quantizer, groups, dim=dim, shape=shape, dtype=dtype)
+            if x_hat is not None:
+                return x_hat
         quantized = unpack(packed, quantizer, dim=dim, shape=shape)
         return self.inverse(quantized, dim=dim).to(dtype)
 

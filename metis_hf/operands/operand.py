@@ -14,9 +14,11 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import Packed, unpack
+from metis_hf.numerics.kernels import Packed, pack_with_values, unpack
 from metis_hf.numerics.kernels.epilogue import rounding_error
-from metis_hf.operands.conditioner import Conditioner, Encoded, LowRank
+from metis_hf.numerics.kernels.layout import quantizes
+from metis_hf.numerics.kernels.scratch import Measured
+from metis_hf.operands.conditioner import AroundQuantizer, Conditioner, Encoded, LowRank
 from metis_hf.operands.conditioners.identity import IDENTITY
 
 
@@ -121,14 +123,48 @@ class Operand:
             return False
         return self.conditioner.is_direct and bool(self.quantizer.two_level)
 
+    def measured(self, x: Tensor, *, dim: int, key: Key) -> Measured | None:
+        """Return the tensor whose largest magnitude kernels find in a call with x [t c], if any."""
+        quantizer, conditioner = self.quantizer, self.conditioner
+        if quantizer is None or not quantizer.two_level or not quantizes(x, quantizer, dim):
+            return None
+        if quantizer.has_row_scales(x, dim):
+            return None
+        if conditioner.is_direct:
+            return Measured(x) if conditioner.tensor_amax() is None else None
+        if not isinstance(conditioner, AroundQuantizer):
+            return None
+        groups = conditioner.for_matrix(x, key).groups(x.shape[dim])
+        return None if groups is None else Measured(x, groups, dim)
+
     def has_codes(self, x: Tensor) -> bool:
         """Return whether `encode` takes x [t c]."""
         known = isinstance(self.quantizer, Quantizer) and self.conditioner.has_codes
         return known and x.numel() > 0
 
-    def encode(self, x: Tensor, *, dim: int, key: Key, row_mask: Tensor | None = None) -> Encoded:
-        """Quantize x [t c] to codes and scales: the first half of a call. See `has_codes`."""
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Encoded:
+        """Quantize x [t c] to codes and scales: the first half of a call. See `has_codes`.
+
+        Args:
+            x, dim, key, row_mask: as in a call.
+            dtype: of a GEMM that takes x_hat next, so that a kernel may write its values at once.
+        """
         assert self.quantizer is not None
+        if dtype is not None and self.conditioner.is_direct:
+            options: dict[str, Any] = {"amax": self.conditioner.tensor_amax(), "dtype": dtype}
+            scaled = not self._keeps_scale_apart(dtype)
+            packed, values = pack_with_values(
+                x, self.quantizer, dim=dim, key=key, scaled=scaled, **options
+            )
+            return Encoded(packed, values=values)
         return self.conditioner.encode(x, self.quantizer, dim=dim, key=key, row_mask=row_mask)
 
     def decode(
@@ -138,8 +174,12 @@ class Operand:
         assert self.quantizer is not None
         if self._keeps_scale_apart(dtype):
             packed = Packed(*encoded.tensors)  # type: ignore[arg-type]
+            if encoded.values is not None:
+                return Quantized(encoded.values, packed.global_scale)
             values = unpack(packed, self.quantizer, dim=dim, shape=shape, dtype=dtype, scaled=False)
             return Quantized(values, packed.global_scale)
+        if encoded.values is not None:
+            return Quantized(encoded.values)
         x_hat, low = self.conditioner.decode_with_factors(
             encoded, self.quantizer, dim=dim, shape=shape, dtype=dtype
         )

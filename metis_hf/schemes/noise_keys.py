@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from metis_hf.noise import Key, fingerprint, fingerprints
+from metis_hf.numerics.kernels.scratch import Scratch
 from metis_hf.schemes.roles import Role
 
 _COORDINATES = 32  # and the role: folded into a correction's key, as 16 and the role for operands
@@ -64,6 +65,11 @@ class CallKeys:
             self.input_key = Key(input_key.static, data, scratch)
             self.call_key = Key(layer_key.static, both, scratch)
         self.trains = trains
+
+    @property
+    def scratch(self) -> Scratch | None:
+        """Return the scratch memory of the call, where kernels have some."""
+        return self.call_key.scratch
 
     def __getitem__(self, role: Role) -> Key:
         if role is Role.FPROP_WEIGHT or (role is Role.DGRAD_WEIGHT and self.trains):

@@ -29,28 +29,33 @@ from metis_hf.numerics.kernels.choice import (
     triton_backend,
     use_kernels,
 )
-from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
+from metis_hf.numerics.kernels.formulation import Specialization
 from metis_hf.numerics.kernels.layout import (
     DTYPES,
     Form,
     Packed,
     amax_of_rows,
     form_of,
-    has_form,
     packed_form,
     packs,
+    quantizes,
     readable,
     scale_of_pairs,
     scale_of_rows,
 )
-from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRounding, ScaleRule
 
-__all__ = ["KERNELS", "Packed", "fake_quantize", "pack", "store", "unpack", "use_kernels"]
-
-# Kernels count places in 32 bits, to the end of the last program and of the last, padded blocks.
-_MAX_ELEMENTS = 2**31 - 2**13
+__all__ = [
+    "KERNELS",
+    "Packed",
+    "fake_quantize",
+    "pack",
+    "pack_with_values",
+    "store",
+    "unpack",
+    "use_kernels",
+]
 
 
 def fake_quantize(
@@ -166,6 +171,32 @@ def pack(
     return reference.pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
 
 
+def pack_with_values(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    key: noise.Key | int | None,
+    dtype: torch.dtype,
+    scaled: bool,
+    amax: Tensor | None = None,
+) -> tuple[Packed, Tensor | None]:
+    """Quantize a matrix to codes and scales, and where one kernel writes them too, to values.
+
+    Args:
+        x, quantizer, dim, key, amax: as in `pack`.
+        dtype, scaled: what `unpack` is to give, which the values are equal to, bit for bit.
+    """
+    matrix, known = x.detach(), packs(x.shape, quantizer.tile, dim)
+    known = known and covers(matrix, quantizer, dim, dtype, None, None)
+    if known and kernels_for(matrix) == "triton":
+        amax = _given(amax, quantizer, matrix)
+        scaled = scaled or not quantizer.two_level
+        options: dict[str, Any] = {"dtype": dtype, "scaled": scaled, "amax": amax}
+        return _triton().pack_with_values(matrix, quantizer, dim=dim, key=key, **options)
+    return pack(x, quantizer, dim=dim, key=key, amax=amax), None
+
+
 def unpack(
     packed: Packed,
     quantizer: QuantizerDefinition,
@@ -261,32 +292,12 @@ def covers(
 ) -> bool:
     """Return whether kernels have a form for this call of `fake_quantize`."""
     return (
-        quantizer.fmt == NVFP4
-        and _covers_rule(x, quantizer, dim)
+        quantizes(x, quantizer, dim)
         and dtype in DTYPES
-        and has_form(x, quantizer.tile, dim)
-        and _padded_count(x.shape) <= _MAX_ELEMENTS
         and all(t is None or t.dtype is torch.float32 for t in (minus, plus))
         # The difference from an fp64 tensor is one in fp64.
         and (minus is None or x.dtype in DTYPES)
     )
-
-
-def _padded_count(shape: torch.Size) -> int:
-    """Return the elements of a tensor whose last two dimensions end with whole blocks."""
-    count = 1
-    for place, size in enumerate(reversed(shape)):  # plainly: torch.compile reads it too
-        count *= -(-size // BLOCK) * BLOCK if place < 2 else size
-    return count
-
-
-def _covers_rule(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
-    """Return whether kernels have the rule here: MS-EDEN numbers blocks, without padding."""
-    if quantizer.scale_rule is not ScaleRule.EDEN:
-        return True
-    along_rows = quantizer.tile is Tile.ROW and dim % max(x.dim(), 1) == x.dim() - 1
-    whole = along_rows or quantizer.tile is Tile.SQUARE or x.shape[-1] % BLOCK == 0
-    return quantizer.rounding is Rounding.NEAREST and whole
 
 
 def _variant(

@@ -1,4 +1,4 @@
-"""The two forms that kernels take tensors in, the way there and back, and packed codes."""
+"""The forms that kernels take tensors in, the way there and back, packed codes, and rotations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metis_hf import noise
+from metis_hf.numerics.definition import QuantizerDefinition
+from metis_hf.numerics.formats import NVFP4
 from metis_hf.numerics.kernels.formulation import BLOCK
 from metis_hf.numerics.layout import Tile
+from metis_hf.numerics.rounding import Rounding
+from metis_hf.numerics.scaling import ScaleRule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that kernels read and write
+# Kernels count places in 32 bits, to the end of the last program and of the last, padded blocks.
+_MAX_ELEMENTS = 2**31 - 2**13
 _ROW_DIMS, _PAIR_DIMS, _COLUMN_DIMS, _SQUARE_DIMS = (1,), (2,), (1,), (1, 3)
 
 
@@ -60,6 +67,19 @@ class Packed(NamedTuple):
     global_scale: Tensor | None
 
 
+class Groups(NamedTuple):
+    """The rotation of a matrix in groups along one of its dimensions; see `rotation`.
+
+    Attributes:
+        size: of a group; a power of two from 16 to 128 that divides the length of the dimension,
+            rounded up to a multiple of 16.
+        signs: noise key of D [size], the same for all groups; None: no signs.
+    """
+
+    size: int
+    signs: noise.Key | None = None
+
+
 def in_row_blocks(tile: Tile, dim: int) -> bool:
     """Return whether blocks of a matrix lie along its rows."""
     return tile is Tile.ROW and dim % 2 == 1
@@ -103,6 +123,33 @@ def has_form(x: Tensor, tile: Tile, dim: int) -> bool:
         return False
     # Rows added in the middle of a tensor would move the noise of those after them.
     return ndim == 2 or x.shape[-2] % BLOCK == 0
+
+
+def quantizes(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
+    """Return whether kernels quantize a tensor so."""
+    return (
+        quantizer.fmt == NVFP4
+        and covers_rule(x.shape, quantizer, dim)
+        and has_form(x, quantizer.tile, dim)
+        and _padded_count(x.shape) <= _MAX_ELEMENTS
+    )
+
+
+def _padded_count(shape: torch.Size) -> int:
+    """Return the elements of a tensor whose last two dimensions end with whole blocks."""
+    count = 1
+    for place, size in enumerate(reversed(shape)):  # plainly: torch.compile reads it too
+        count *= -(-size // BLOCK) * BLOCK if place < 2 else size
+    return count
+
+
+def covers_rule(shape: Sequence[int], quantizer: QuantizerDefinition, dim: int) -> bool:
+    """Return whether kernels have the rule here: MS-EDEN numbers blocks, without padding."""
+    if quantizer.scale_rule is not ScaleRule.EDEN:
+        return True
+    along_rows = quantizer.tile is Tile.ROW and dim % max(len(shape), 1) == len(shape) - 1
+    whole = along_rows or quantizer.tile is Tile.SQUARE or shape[-1] % BLOCK == 0
+    return quantizer.rounding is Rounding.NEAREST and whole
 
 
 def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Form:

@@ -9,12 +9,35 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from metis_hf.numerics.kernels.layout import Groups
+
 WORDS = 32  # int32 that the kernel writes
 FINGERPRINTS = 4  # of them, in front
+
+
+class Measured(NamedTuple):
+    """A tensor whose largest magnitude counts: as it is, or rotated along `dim`."""
+
+    x: Tensor
+    groups: Groups | None = None
+    dim: int = -1
+
+    @property
+    def mark(self) -> Hashable:
+        """A mark, in which another tensor, other contents or another rotation differ."""
+        signs = None if self.groups is None else self.groups.signs
+        known = None if signs is None else (signs.static, id(signs.data))  # which the call holds
+        turn = None if self.groups is None else (self.groups.size, known, self.dim % 2)
+        return (*_mark(self.x), turn)
+
+    def is_of(self, x: Tensor) -> bool:
+        """Return whether it is this tensor, rotated or not."""
+        return _mark(self.x) == _mark(x)
 
 
 class Scratch:
@@ -24,23 +47,36 @@ class Scratch:
         self._words = words
         self._places = itertools.count(FINGERPRINTS)  # threads may share it
         self._known: dict[Hashable, Tensor] = {}
+        self._expected: tuple[Measured, ...] = ()
 
     def zero(self) -> Tensor | None:
         """Return an int32 that is zero, 0-dim; None when none is left."""
         place = next(self._places)
         return self._words[place] if place < WORDS else None
 
-    def amax(self, x: Tensor) -> Tensor | None:
+    def amax(self, measured: Measured) -> Tensor | None:
         """Return the magnitude that was kept for this tensor, with the contents it has now."""
-        return None if x.is_inference() else self._known.get(_mark(x))
+        return None if measured.x.is_inference() else self._known.get(measured.mark)
 
-    def keep(self, x: Tensor, amax: Tensor) -> None:
+    def keep(self, measured: Measured, amax: Tensor) -> None:
         """Keep the largest magnitude of a tensor."""
-        if not x.is_inference():
-            self._known[_mark(x)] = amax
+        if not measured.x.is_inference():
+            self._known[measured.mark] = amax
+
+    def expect(self, *measured: Measured) -> None:
+        """Let the next launch that finds a magnitude find the ones of these tensors too.
+
+        They replace the ones that were expected before, and are held until others do.
+        """
+        self._expected = measured
+
+    def expected(self) -> list[Measured]:
+        """Return the tensors that are expected, without those whose magnitude is known."""
+        expected = [each for each in self._expected if not each.x.is_inference()]
+        return [each for each in expected if each.mark not in self._known]
 
 
-def _mark(x: Tensor) -> Hashable:
+def _mark(x: Tensor) -> tuple[Hashable, ...]:
     """Return a mark, in which another tensor or other contents differ.
 
     A storage's address is given to no other one as long as there is a weak reference to it.

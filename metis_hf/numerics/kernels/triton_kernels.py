@@ -3,15 +3,14 @@
 The same arithmetic as `formulation`, to the bit: plus + Q(x - minus), or the codes and scales of
 Q(x). What may not be left to a GPU's choice:
 
-- Amax is taken of magnitudes as integers, which are ordered as the numbers, NaN above infinity:
-  a GPU's maximum drops NaN, and integers can be compared atomically in any order.
+- Amax is taken of magnitudes as integers; see `triton_amax`.
 - Clamps are comparisons, which leave NaN where it is. Division is IEEE's (`div_rn`).
 - `floor` may flush subnormal numbers to zero; nothing here depends on which of the two it gives.
 - E4M3 is fp32 arithmetic; no 8-bit cast of the hardware is used.
 - Nothing is contracted into fused multiply-adds (`enable_fp_fusion=False`), though none would show.
 
-A program works on a tile [GR 16 GC 16] of a matrix: GR x GC squares of 16 x 16. Blocks lie along
-its LANES (the last dimension: row blocks), its ROWS (the second: column blocks), or both (squares).
+A program works on a tile; see `triton_tiles`. With a SIZE the matrix is rotated first, in groups of
+so many entries that lie along its blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from metis_hf.numerics.kernels.triton_numbers import (
     LARGEST_FP32,
     MAGNITUDE,
     SCALE_SPACING,
-    bits_of,
     block_scales_of,
     cast,
     codes_of,
@@ -34,63 +32,8 @@ from metis_hf.numerics.kernels.triton_numbers import (
     e4m3_bits,
     outer_scale,
 )
-
-
-@triton.jit
-def _place(rows, columns, GR: tl.constexpr, GC: tl.constexpr):
-    """Return where this program's tile lies: indices of blocks and of elements."""
-    across = tl.cdiv(columns, 16 * GC)
-    tile = tl.program_id(0)
-    row_block = (tile // across) * GR + tl.arange(0, GR)[:, None, None, None]
-    column_block = (tile % across) * GC + tl.arange(0, GC)[None, None, :, None]
-    row = row_block * 16 + tl.arange(0, 16)[None, :, None, None]
-    column = column_block * 16 + tl.arange(0, 16)[None, None, None, :]
-    return row_block, column_block, row, column
-
-
-@triton.jit
-def _inside(place, rows, columns):
-    """Return which elements of a tile lie in the matrix, and their places in a contiguous one."""
-    _, _, row, column = place
-    return (row < rows) & (column < columns), row.to(tl.int64) * columns + column
-
-
-@triton.jit
-def _read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride):
-    """Load a tile's (bits of x - minus in fp32, minus or 0.0); x is zero outside the matrix."""
-    _, _, row, column = place
-    inside, at = _inside(place, rows, columns)
-    offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-    bits = bits_of(tl.load(x_ptr + offset, mask=inside, other=0.0))
-    minus = 0.0
-    if minus_ptr is not None:
-        minus = tl.load(minus_ptr + at, mask=inside, other=0.0)
-        bits = (bits.to(tl.float32, bitcast=True) - minus).to(tl.int32, bitcast=True)
-    return bits, minus
-
-
-@triton.jit(do_not_specialize=["rows"])
-def find_amax(
-    x_ptr,
-    minus_ptr,
-    amax_ptr,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    GR: tl.constexpr,
-    GC: tl.constexpr,
-    BY_ROW: tl.constexpr,
-):
-    """Write the largest magnitude of a matrix, as bits, into an int32 that is 0; or of each row."""
-    place = _place(rows, columns, GR, GC)
-    bits, _ = _read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride)
-    if BY_ROW:
-        largest = tl.max(tl.max(bits & MAGNITUDE, 3, keep_dims=True), 2, keep_dims=True)
-        row = place[2]
-        tl.atomic_max(amax_ptr + row, largest, mask=row < rows, sem="relaxed")
-    else:
-        tl.atomic_max(amax_ptr, tl.max(bits & MAGNITUDE), sem="relaxed")
+from metis_hf.numerics.kernels.triton_rotation import rotate, rotated
+from metis_hf.numerics.kernels.triton_tiles import inside_of, place_of_tile, read
 
 
 @triton.jit
@@ -151,9 +94,9 @@ def _store_codes(
 def _store_packed(
     code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write codes and scales as `layout.Packed` has them; rows of row blocks are one block each.
+    """Write codes and scales as `layout.Packed` has them; rows of row blocks are 2^n blocks each.
 
-    The other element of a byte lies in the next row, or half a block further down.
+    The other element of a byte lies in the next row block, or half a block further down.
     """
     row_block, column_block, row, column = place
     GR: tl.constexpr = code.shape[0]
@@ -161,13 +104,19 @@ def _store_packed(
     bits = e2m1_bits(code)
     half = tl.arange(0, 8)[None, :, None, None]
     if LANES and not ROWS:
-        packed = tl.sum(tl.reshape(bits << ((row % 2) * 4), (GR, 8, 2, GC, 16)), 2)
-        byte = (row_block * 8 + half).to(tl.int64) * 16 + column
-        inside = (row_block * 16 + half * 2 < rows) & (column < columns)
-        at = row.to(tl.int64)
-        tl.store(
-            scale_ptr + at, e4m3_bits(scale).to(tl.uint8), mask=(row < rows) & (column_block < 1)
-        )
+        across = columns // 16
+        block = row.to(tl.int64) * across + column_block
+        low = bits << ((block.to(tl.int32) % 2) * 4)
+        if GC == 1:
+            packed = tl.sum(tl.reshape(low, (GR, 8, 2, GC, 16)), 2)
+            byte = (row_block * 8 + half).to(tl.int64) * 16 + column
+            inside = (row_block * 16 + half * 2 < rows) & (column < columns)
+        else:
+            packed = tl.sum(tl.reshape(low, (GR, 16, GC // 2, 2, 16)), 3)
+            pair = row.to(tl.int64) * (across // 2) + tl.arange(0, GC // 2)[None, None, :, None]
+            byte = pair * 16 + tl.arange(0, 16)[None, None, None, :]
+            inside = row < rows
+        tl.store(scale_ptr + block, e4m3_bits(scale).to(tl.uint8), mask=row < rows)
     else:
         packed = tl.sum(tl.reshape(bits << (((row % 16) // 8) * 4), (GR, 2, 8, GC, 16)), 1)
         byte = (row_block * 8 + half).to(tl.int64) * columns + column
@@ -194,7 +143,32 @@ def _finish(values, minus, plus_ptr, inside, at, SAME: tl.constexpr):
     return values
 
 
-@triton.jit(do_not_specialize=["rows", "word0", "word1", "blocks", "per_row"])
+@triton.jit
+def _write(
+    values,
+    minus,
+    plus_ptr,
+    out_ptr,
+    place,
+    rows,
+    columns,
+    signs,
+    SIZE: tl.constexpr,
+    SIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+    SAME: tl.constexpr,
+):
+    """Write a tile's values, of groups rotated back: these reach to the end of the last blocks."""
+    if SIZE:
+        values = rotate(values, place, signs, SIZE, SIGNED, LANES, True)
+        if not LANES:
+            rows = tl.cdiv(rows, 16) * 16
+    inside, at = inside_of(place, rows, columns)
+    values = _finish(values, minus, plus_ptr, inside, at, SAME)
+    tl.store(out_ptr + at, cast(values, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "word0", "word1", "sign0", "sign1", "blocks", "per_row"])
 def quantize(
     x_ptr,
     minus_ptr,
@@ -202,10 +176,14 @@ def quantize(
     amax_ptr,
     decode_ptr,
     out_ptr,
+    codes_ptr,
     scale_ptr,
     data_ptr,
     word0,
     word1,
+    sign_ptr,
+    sign0,
+    sign1,
     blocks,
     per_row,
     rows,
@@ -226,18 +204,23 @@ def quantize(
     TO_CODE: tl.constexpr,
     LARGEST: tl.constexpr,
     BY_ROW: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):
     """Return plus + Q(x - minus) of a matrix, in blocks along LANES, ROWS or both.
 
-    Values go to `out_ptr`; where there is a `scale_ptr`, codes go there and scales to it: as
+    Values go to `out_ptr`, codes to `codes_ptr` and scales to `scale_ptr`, where there are such: as
     `Packed` has them with PACKED, else as files do. With SAME `minus` is what is added too. RULE is
     "", "search", "four-over-six" or "eden"; TO_CODE is 1 / the code that amax gets, LARGEST that
     code times the scale of the tensor's largest block. With BY_ROW rows have a scale each instead
     of the tensor: rows of `per_row` blocks, of a tensor with so many `blocks`.
     """
-    place = _place(rows, columns, GR, GC)
+    place = place_of_tile(rows, columns, GR, GC)
     row_block, column_block, row, column = place
-    bits, minus = _read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride)
+    bits, minus = read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride)
+    signs = (sign_ptr, sign0, sign1)
+    if SIZE:
+        bits = rotated(bits, place, signs, SIZE, SIGNED, LANES)
     amax = bits & MAGNITUDE
     if LANES:
         amax = tl.max(amax, 3, keep_dims=True)
@@ -260,26 +243,30 @@ def quantize(
         bits, amax, outer, block, source, LANES, ROWS, TWO_LEVEL, UP, RULE, TO_CODE
     )
     code = codes_of(bits, inverse, index, column % 16, source, STOCHASTIC)
-    if PACKED:
-        _store_packed(code, scale, place, rows, columns, out_ptr, scale_ptr, LANES, ROWS)
-    elif scale_ptr is not None:
-        _store_codes(code, scale, place, rows, columns, out_ptr, scale_ptr, LANES, ROWS)
-    else:
-        inside, at = _inside(place, rows, columns)
+    if codes_ptr is not None:
+        if PACKED:
+            _store_packed(code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES, ROWS)
+        else:
+            _store_codes(code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES, ROWS)
+    if out_ptr is not None:
         values = code * scale
         if TWO_LEVEL and SCALED:
             values = values * outer[1]
-        values = _finish(values, minus, plus_ptr, inside, at, SAME)
-        tl.store(out_ptr + at, cast(values, out_ptr.dtype.element_ty), mask=inside)
+        _write(
+            values, minus, plus_ptr, out_ptr, place, rows, columns, signs, SIZE, SIGNED, LANES, SAME
+        )
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "per_row"])
+@triton.jit(do_not_specialize=["rows", "sign0", "sign1", "blocks", "per_row"])
 def unpack(
     codes_ptr,
     scale_ptr,
     decode_ptr,
     plus_ptr,
     out_ptr,
+    sign_ptr,
+    sign0,
+    sign1,
     blocks,
     per_row,
     rows,
@@ -289,17 +276,20 @@ def unpack(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     BY_ROW: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):
     """Return plus + the values of a matrix that `quantize` packed, times the scale at `decode_ptr`.
 
-    Rows of row blocks are one block each. `blocks`, `per_row` and BY_ROW are as in `quantize`.
+    Rows of row blocks are 2^n blocks each. `blocks`, `per_row` and BY_ROW are as in `quantize`.
     """
-    place = _place(rows, columns, GR, GC)
+    place = place_of_tile(rows, columns, GR, GC)
     row_block, column_block, row, column = place
-    inside, at = _inside(place, rows, columns)
+    inside, _ = inside_of(place, rows, columns)
     if LANES and not ROWS:
-        byte, shift = (row // 2).to(tl.int64) * 16 + column, (row % 2) * 4
-        scale_at = row.to(tl.int64) + 0 * column
+        block = row * tl.cdiv(columns, 16) + column_block
+        byte, shift = (block // 2).to(tl.int64) * 16 + column % 16, (block % 2) * 4
+        scale_at = block.to(tl.int64) + 0 * column
     else:
         byte = (row_block * 8 + row % 8).to(tl.int64) * columns + column
         shift = ((row % 16) // 8) * 4
@@ -318,9 +308,9 @@ def unpack(
     values = value * tl.where(bits == E4M3_NAN, float("nan"), scale)
     if decode_ptr is not None:
         if BY_ROW:
-            decode = tl.load(decode_ptr + row // per_row, mask=row < blocks, other=0.0)
+            decode = tl.load(decode_ptr + block // per_row, mask=block < blocks, other=0.0)
         else:
             decode = tl.load(decode_ptr)
         values = values * decode
-    values = _finish(values, 0.0, plus_ptr, inside, at, False)
-    tl.store(out_ptr + at, cast(values, out_ptr.dtype.element_ty), mask=inside)
+    signs = (sign_ptr, sign0, sign1)
+    _write(values, 0.0, plus_ptr, out_ptr, place, rows, columns, signs, SIZE, SIGNED, LANES, False)

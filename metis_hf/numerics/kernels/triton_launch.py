@@ -8,7 +8,8 @@ This module imports triton, so it is imported where it is used only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,9 +20,16 @@ from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import SCALE_E4M3
 from metis_hf.numerics.kernels import triton_kernels, triton_numbers
 from metis_hf.numerics.kernels.formulation import BLOCK
-from metis_hf.numerics.kernels.layout import Packed, form_of, in_row_blocks, packed_form, readable
-from metis_hf.numerics.kernels.scratch import Scratch
-from metis_hf.numerics.kernels.triton_direct import launch
+from metis_hf.numerics.kernels.layout import (
+    Groups,
+    Packed,
+    form_of,
+    in_row_blocks,
+    packed_form,
+    readable,
+)
+from metis_hf.numerics.kernels.triton_amax import Outer, outer_of
+from metis_hf.numerics.kernels.triton_tiles import blocks_in, launch_tiles, matrix_of
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import (
@@ -33,11 +41,9 @@ from metis_hf.numerics.scaling import (
     largest_value,
 )
 
-__all__ = ["fake_quantize", "missing", "pack", "store", "unpack"]
+__all__ = ["fake_quantize", "missing", "pack", "pack_with_values", "store", "unpack"]
 
-# Elements of a program's tile, as squares of 16 x 16.
-_TILE_BLOCKS, _AMAX_TILE_BLOCKS = 8, 32
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+_TILE_BLOCKS = 8  # squares of a program's tile
 _OLDEST = 3, 6  # before, `div_rn` flushes subnormal numbers to zero
 
 
@@ -79,8 +85,9 @@ def fake_quantize(
     minus: Tensor | None = None,
     plus: Tensor | None = None,
     amax: Tensor | None = None,
+    groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`; `quantizer` is NVFP4.
+    """See `kernels.fake_quantize`, with groups `rotation.fake_quantize`; `quantizer` is NVFP4.
 
     Args:
         x: not empty, with `layout.has_form`; strides are free.
@@ -93,14 +100,16 @@ def fake_quantize(
     choices = _choices(quantizer, x, dim)._replace(scaled=scaled, same=same)
     choices = choices._replace(by_row=amax is None and quantizer.has_row_scales(x, dim))
     minus, plus = (None if t is None else t.contiguous() for t in (minus, plus))
-    matrix = _matrix(x, choices)
-    values = torch.empty(matrix.shape, dtype=dtype, device=x.device)
-    outer = _outer_of(x, choices, minus, amax, scratch=_scratch_of(key))
-    _write(matrix, choices, key, outer, values, minus=minus, plus=None if same else plus)
+    matrix = matrix_of(x, not choices.rows, groups)
+    shape = x.shape if groups is None else _padded(x.shape, dim)
+    values = torch.empty(shape, dtype=dtype, device=x.device)
+    outer = _outer_of(x, dim, choices, key, minus=minus, given=amax, groups=groups)
+    plus = None if same else plus
+    _write(matrix, choices, key, outer, values, minus=minus, plus=plus, groups=groups)
     apart = None if scaled else outer.decode
     if apart is not None and choices.by_row:
         apart = apart.view(*x.shape[:-1], 1)
-    return values.view(x.shape), apart
+    return values, apart
 
 
 def store(
@@ -108,19 +117,19 @@ def store(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `kernels.store`; arguments as in `fake_quantize`. Codes of NaN are arbitrary."""
     choices = _choices(quantizer, x, dim)
-    matrix = _matrix(x, choices)
+    matrix = matrix_of(x, not choices.rows)
     rows, columns = matrix.shape
     lines, length = (rows, columns) if choices.lanes else (columns, rows)
-    blocks = _blocks_in(length)
+    blocks = blocks_in(length)
     codes = torch.empty(lines, blocks * BLOCK // 2, dtype=torch.uint8, device=x.device)
     square = choices.lanes and choices.rows
-    scale = codes.new_empty(_blocks_in(rows) if square else lines, blocks)
-    outer = _outer_of(x, choices)
-    _write(matrix, choices, key, outer, codes, scale)
+    scale = codes.new_empty(blocks_in(rows) if square else lines, blocks)
+    outer = _outer_of(x, dim, choices, key)
+    _write(matrix, choices, key, outer, codes=codes, scale=scale)
 
-    lead, across = x.shape[:-1], _blocks_in(x.shape[-1])
+    lead, across = x.shape[:-1], blocks_in(x.shape[-1])
     if choices.lanes:
-        scale_lead = (*lead[:-1], _blocks_in(lead[-1])) if square else lead
+        scale_lead = (*lead[:-1], blocks_in(lead[-1])) if square else lead
         codes = codes.view(*lead, across * BLOCK // 2)
         scale = scale.view(*scale_lead, across)
     else:
@@ -138,24 +147,62 @@ def pack(
     key: noise.Key | int | None,
     minus: Tensor | None = None,
     amax: Tensor | None = None,
+    groups: Groups | None = None,
 ) -> Packed:
-    """See `kernels.pack`; the quantizer as in `fake_quantize`. Codes of NaN are arbitrary."""
+    """See `kernels.pack`, with groups `rotation.pack`. Codes of NaN are arbitrary."""
+    options: dict[str, Any] = {"minus": minus, "amax": amax, "groups": groups}
+    return _pack(x, quantizer, None, True, dim=dim, key=key, **options)[0]
+
+
+def pack_with_values(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    key: noise.Key | int | None,
+    dtype: torch.dtype,
+    scaled: bool,
+    amax: Tensor | None = None,
+) -> tuple[Packed, Tensor]:
+    """See `kernels.pack_with_values`."""
+    packed, values = _pack(x, quantizer, dtype, scaled, dim=dim, key=key, amax=amax)
+    assert values is not None
+    rows, columns = x.shape
+    form, _ = packed_form(*packed[:2], (rows, columns), quantizer.tile, dim)
+    return packed, _without_padding(values, form.padded, form.shape)
+
+
+def _pack(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    dtype: torch.dtype | None,
+    scaled: bool,
+    *,
+    dim: int,
+    key: noise.Key | int | None,
+    minus: Tensor | None = None,
+    amax: Tensor | None = None,
+    groups: Groups | None = None,
+) -> tuple[Packed, Tensor | None]:
+    """Return packed codes, and values in `dtype`, in the form that they are written in."""
     tile = quantizer.tile
     by_row = amax is None and quantizer.has_row_scales(x, dim)
-    choices = _choices(quantizer, x, dim)._replace(packed=True, by_row=by_row)
+    choices = _choices(quantizer, x, dim)._replace(packed=True, by_row=by_row, scaled=scaled)
     x = readable(x)
-    matrix, lower = (None if t is None else _work_form(t, tile, dim) for t in (x, minus))
+    matrix, lower = (None if t is None else _work_form(t, tile, dim, groups) for t in (x, minus))
     assert matrix is not None
-    rows, columns = matrix.shape
+    rows, columns = matrix.shape if groups is None or choices.lanes else _padded(x.shape, dim)
     run = BLOCK // 2 * columns if choices.rows else BLOCK
     codes = torch.empty(rows * columns // (2 * run), run, dtype=torch.uint8, device=x.device)
-    blocks = rows if not choices.rows else rows // BLOCK * columns
-    scale = codes.new_empty(blocks // BLOCK if choices.lanes and choices.rows else blocks)
+    square = choices.lanes and choices.rows
+    scale = codes.new_empty(rows * columns // (BLOCK * BLOCK if square else BLOCK))
     whole = None if minus is None else minus.contiguous()
-    outer = _outer_of(x, choices, whole, amax, scratch=_scratch_of(key))
-    _write(matrix, choices, key, outer, codes, scale, minus=lower)
+    outer = _outer_of(x, dim, choices, key, minus=whole, given=amax, groups=groups)
+    values = None if dtype is None else torch.empty(matrix.shape, dtype=dtype, device=x.device)
+    written = {"codes": codes, "scale": scale, "minus": lower}
+    _write(matrix, choices, key, outer, values, **written, groups=groups)
     decode = outer.decode.view(-1, 1) if outer.decode is not None and by_row else outer.decode
-    return Packed(codes, scale.view(SCALE_E4M3.dtype), decode)
+    return Packed(codes, scale.view(SCALE_E4M3.dtype), decode), values
 
 
 def unpack(
@@ -167,20 +214,24 @@ def unpack(
     dtype: torch.dtype,
     scaled: bool,
     plus: Tensor | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
-    """See `kernels.unpack`."""
+    """See `kernels.unpack`, with groups `rotation.unpack`."""
     tile, codes = quantizer.tile, packed.codes
-    form, _ = packed_form(codes, packed.scale, shape, tile, dim)
+    padded = torch.Size(shape)
+    if groups is None:
+        padded = packed_form(codes, packed.scale, shape, tile, dim)[0].padded
     along_rows = in_row_blocks(tile, dim)
-    columns = BLOCK if along_rows else form.padded[1]
+    columns = (groups.size if groups else BLOCK) if along_rows else padded[1]
     values = torch.empty(2 * codes.numel() // columns, columns, dtype=dtype, device=codes.device)
     added = None if plus is None else _work_form(plus, tile, dim)
-    decode, per_row = packed.global_scale if scaled else None, _blocks_in(shape[1])
+    decode, per_row = packed.global_scale if scaled else None, blocks_in(shape[1])
     with torch.cuda.device_of(values):
-        _launch(
+        launch_tiles(
             triton_kernels.unpack,
             _TILE_BLOCKS,
             values,
+            groups,
             first={"codes_ptr": codes, "scale_ptr": packed.scale.view(torch.uint8)},
             decode_ptr=decode,
             plus_ptr=added,
@@ -191,14 +242,33 @@ def unpack(
             ROWS=not along_rows,
             BY_ROW=decode is not None and decode.dim() > 0,
         )
-    whole = values.view(-1)[: form.padded.numel()].view(form.padded)
-    return whole if form.padded == form.shape else whole[: shape[0], : shape[1]].contiguous()
+    return _without_padding(values, padded, torch.Size(shape))
 
 
-def _work_form(x: Tensor, tile: Tile, dim: int) -> Tensor:
-    """Return a matrix in whole blocks, contiguous; row blocks as rows of their own, in pairs."""
+def _without_padding(values: Tensor, padded: torch.Size, shape: torch.Size) -> Tensor:
+    """Return a matrix of a shape, contiguous, from its padded form, perhaps with a block more."""
+    whole = values.view(-1)[: padded.numel()].view(padded)
+    return whole if padded == shape else whole[: shape[0], : shape[1]].contiguous()
+
+
+def _work_form(x: Tensor, tile: Tile, dim: int, groups: Groups | None = None) -> Tensor:
+    """Return a matrix in whole blocks, contiguous; row blocks as rows of their own, in pairs.
+
+    Groups of row blocks are rows of their own; along columns the kernel makes blocks whole.
+    """
+    if groups is not None and not in_row_blocks(tile, dim):
+        return x
     form = form_of(x, tile, dim, paired=True).x
-    return form.view(-1, BLOCK if form.dim() == 3 else form.shape[2] * BLOCK)
+    row_of_blocks = groups.size if groups is not None else BLOCK
+    return form.view(-1, row_of_blocks if form.dim() == 3 else form.shape[2] * BLOCK)
+
+
+def _padded(shape: Sequence[int], dim: int) -> tuple[int, int]:
+    """Return the shape of a matrix with a dimension that ends with a whole block."""
+    rows, columns = shape
+    if dim % 2:
+        return rows, blocks_in(columns) * BLOCK
+    return blocks_in(rows) * BLOCK, columns
 
 
 def _choices(quantizer: QuantizerDefinition, x: Tensor, dim: int) -> _Choices:
@@ -217,86 +287,30 @@ def _choices(quantizer: QuantizerDefinition, x: Tensor, dim: int) -> _Choices:
     )
 
 
-def _matrix(x: Tensor, choices: _Choices) -> Tensor:
-    """Give the tensor two dimensions, with the same blocks and noise."""
-    x = readable(x)
-    if not choices.rows and x.is_contiguous() and x.shape[-1] % BLOCK == 0:
-        return x.view(-1, BLOCK)  # so that no tile is half empty because rows are few or short
-    return x.reshape(-1, x.shape[-1])
-
-
-class _Outer(NamedTuple):
-    """The scales above block scales: of a tensor, or of its rows."""
-
-    amax: Tensor | None = None  # int32, bits of the largest magnitudes
-    decode: Tensor | None = None  # fp32, yet to be written
-    blocks: int = 1  # of the tensor, where its rows have scales
-    per_row: int = 1
-
-
-def _scratch_of(key: noise.Key | int | None) -> Scratch | None:
-    return key.scratch if isinstance(key, noise.Key) else None
-
-
 def _outer_of(
-    x: Tensor,
-    choices: _Choices,
-    minus: Tensor | None = None,
-    given: Tensor | None = None,
-    *,
-    scratch: Scratch | None = None,
-) -> _Outer:
-    """Find the largest magnitudes of x - minus that outer scales are made of, if there are any.
-
-    Args:
-        x: before it is cut into blocks.
-        choices: what scales there are.
-        minus: contiguous, of the shape of `x`.
-        given: the largest magnitude, where it is known.
-        scratch: of the call, which remembers magnitudes of whole tensors.
-    """
+    x: Tensor, dim: int, choices: _Choices, key: noise.Key | int | None, **options: Any
+) -> Outer:
+    """Find the scales above block scales, if there are any; options as in `outer_of`."""
     if not choices.two_level:
-        return _Outer()
-    matrix = x.reshape(-1, x.shape[-1]) if choices.by_row else _matrix(x, choices)
-    shape = matrix.shape[:1] if choices.by_row else ()
-    decode = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if given is not None:
-        return _Outer(given.view(torch.int32), decode)
-    of_call = None if choices.by_row or minus is not None else scratch
-    known = None if of_call is None else of_call.amax(x)
-    if known is not None:
-        return _Outer(known, decode)
-    matrix = readable(matrix)
-    amax = None if choices.by_row or scratch is None else scratch.zero()
-    if amax is None:
-        amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
-    with torch.cuda.device_of(matrix):
-        _launch(
-            triton_kernels.find_amax,
-            _AMAX_TILE_BLOCKS,
-            matrix,
-            minus_ptr=minus,
-            amax_ptr=amax,
-            BY_ROW=choices.by_row,
-        )
-    if of_call is not None:
-        of_call.keep(x, amax)
-    per_row = _blocks_in(x.shape[-1])
-    return _Outer(amax, decode, amax.numel() * per_row, per_row)
+        return Outer()
+    scratch = key.scratch if isinstance(key, noise.Key) else None
+    return outer_of(x, dim, by_row=choices.by_row, scratch=scratch, **options)
 
 
 def _write(
     matrix: Tensor,
     choices: _Choices,
     key: noise.Key | int | None,
-    outer: _Outer,
-    out: Tensor,
-    scale: Tensor | None = None,
+    outer: Outer,
+    values: Tensor | None = None,
     *,
+    codes: Tensor | None = None,
+    scale: Tensor | None = None,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
+    groups: Groups | None = None,
 ) -> None:
-    """Write values to `out`, or codes there and scales to `scale`, and outer scales."""
+    """Write values, codes with block scales, or all of them; and outer scales."""
     data, words = None, (0, 0)
     eden = choices.rule == ScaleRule.EDEN.value
     if choices.stochastic or eden:
@@ -304,15 +318,17 @@ def _write(
         noise_key = noise_key.fold(SCALE_NOISE) if eden else noise_key
         data, words = noise_key.data, noise.static_words(noise_key)
     with torch.cuda.device_of(matrix):
-        _launch(
+        launch_tiles(
             triton_kernels.quantize,
             _TILE_BLOCKS,
             matrix,
+            groups,
             minus_ptr=minus,
             plus_ptr=plus,
             amax_ptr=outer.amax,
             decode_ptr=outer.decode,
-            out_ptr=out,
+            out_ptr=values,
+            codes_ptr=codes,
             scale_ptr=scale,
             data_ptr=data,
             word0=words[0],
@@ -321,35 +337,3 @@ def _write(
             per_row=outer.per_row,
             **{name.upper(): choice for name, choice in choices._asdict().items()},
         )
-
-
-def _blocks_in(length: int) -> int:
-    return -(-length // BLOCK)
-
-
-def _launch(
-    kernel: triton.JITFunction,
-    tile_blocks: int,
-    matrix: Tensor,
-    first: dict[str, Tensor] | None = None,
-    **arguments: object,
-) -> None:
-    """Run a kernel over all tiles of a matrix, which it reads unless something else comes first."""
-    rows, columns = matrix.shape
-    if first is None:
-        first = {"x_ptr": matrix}
-        arguments |= {"row_stride": matrix.stride(0), "column_stride": matrix.stride(1)}
-    down, across = _blocks_in(rows), _blocks_in(columns)
-    wide = min(tile_blocks, triton.next_power_of_2(across))
-    high = tile_blocks // wide
-    launch(
-        kernel,
-        (-(-down // high) * -(-across // wide),),
-        _OPTIONS,
-        **first,
-        rows=rows,
-        columns=columns,
-        GR=high,
-        GC=wide,
-        **arguments,
-    )

@@ -25,14 +25,12 @@ _LANES = tl.constexpr(noise._LANES)
 
 
 @triton.jit(do_not_specialize=["word0", "word1", "count", "width"])
-def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr, SIGNS: tl.constexpr):
-    """Write uniform numbers, or with SIGNS +-1, to `count` elements in rows of `width`."""
+def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr):
+    """Write uniform numbers to `count` elements in rows of `width`."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row, column = at // width, at % width
     index = row * tl.cdiv(width, _LANES) + column // _LANES
     value = uniform_at(index, column % _LANES, (data_ptr, word0, word1))
-    if SIGNS:
-        value = tl.where(value < 0.5, -1.0, 1.0)
     tl.store(out_ptr + at, value, mask=at < count)
 
 
@@ -79,10 +77,8 @@ def hash_both(
     tl.store(out_ptr + place, word)
 
 
-def uniform(
-    shape: torch.Size, key: noise.Key, device: torch.device, *, signs: bool = False
-) -> Tensor:
-    """See `noise.uniform` or `noise.signs`; at most 2^31 - 1 elements, none without."""
+def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
+    """See `noise.uniform`; at most 2^31 - 1 elements, none without."""
     out = torch.empty(shape, dtype=torch.float32, device=device)
     count, width = out.numel(), shape[-1] if shape else 1
     word0, word1 = noise.static_words(key)
@@ -98,7 +94,6 @@ def uniform(
             count=count,
             width=width,
             TILE=_TILE,
-            SIGNS=signs,
         )
     return out
 

@@ -8,8 +8,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from metis_hf.noise import Key
+from metis_hf.numerics.kernels.layout import Groups
 from metis_hf.operands.conditioner import AroundQuantizer
-from metis_hf.transforms.hadamard import padded_shape, rotate, unrotate
+from metis_hf.transforms.hadamard import SIZE, padded_shape, rotate, unrotate
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class Hadamard(AroundQuantizer):
 
     def inverse(self, x: Tensor, *, dim: int) -> Tensor:
         return unrotate(x, dim=dim, seed=self.seed)
+
+    def groups(self, n: int) -> Groups:
+        return Groups(SIZE, None if self.seed is None else Key(self.seed))
 
     def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
         return padded_shape(shape, dim=dim)

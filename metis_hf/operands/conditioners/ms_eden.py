@@ -14,6 +14,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key, signs
 from metis_hf.numerics import Quantizer
+from metis_hf.numerics.kernels.layout import Groups
 from metis_hf.operands.conditioner import AroundQuantizer, Encoded
 from metis_hf.transforms.hadamard import (
     group_size,
@@ -68,6 +69,9 @@ class RandomHadamard(AroundQuantizer):
     def inverse(self, x: Tensor, *, dim: int) -> Tensor:
         return unrotate_groups(x, self._signs(x.shape[dim]), dim=dim)
 
+    def groups(self, n: int) -> Groups:
+        return Groups(group_size(n), self._key)
+
     def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
         return padded_shape(shape, dim=dim)
 
@@ -101,7 +105,11 @@ class RandomHadamard(AroundQuantizer):
             return key.data
         return torch.full((), key.static >> 1, dtype=torch.int32, device=x.device)
 
+    @property
+    def _key(self) -> Key:
+        assert self.content is not None
+        return Key(self.seed, self.content)
+
     def _signs(self, n: int) -> Tensor:
         """Return +-1 [group], fp32, for groups of n entries, padded or not."""
-        assert self.content is not None
-        return signs(group_size(n), Key(self.seed, self.content))
+        return signs(group_size(n), self._key)

@@ -17,6 +17,7 @@ from numerics.kernels.call_cases import CallCases
 from numerics.kernels.epilogue_cases import EpilogueCases
 from numerics.kernels.kernel_tools import low_rank
 from numerics.kernels.projection_cases import ProjectionCases
+from numerics.kernels.rotation_cases import RotationCases
 from numerics.kernels.sums_cases import SumsCases
 from numerics.kernels.triton_cases import STOCHASTIC, Cases, NoiseCases, on, reference
 
@@ -89,6 +90,11 @@ class TestCallsOnGpu(CallCases):
 @by_triton
 class TestEpilogueOnGpu(EpilogueCases):
     kernels = "triton"
+    device = "cuda"
+
+
+@by_triton
+class TestRotationOnGpu(RotationCases):
     device = "cuda"
 
 

@@ -28,8 +28,10 @@ compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or INTERPRETED,
     reason="triton is not installed, or TRITON_INTERPRET=1: it compiles nothing",
 )
-CASES = ("triton", "call", "epilogue", "sums", "projection")  # NAME_cases.py
+CASES = ("triton", "call", "epilogue", "sums", "projection", "rotation")  # NAME_cases.py
+# Where not all run.
 SOME = "(normal or nan or wide) and not subnormal or call or epilogue or sums or projection"
+SOME += " or rotation"
 AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
 
 
@@ -83,7 +85,7 @@ def compile_for(monkeypatch, tmp_path):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from metis_hf.numerics.kernels import triton_kernels
+    from metis_hf.numerics.kernels import triton_amax, triton_kernels
 
     def use(capability: int) -> tuple[Recorder, Recorder]:
         class Driver:
@@ -98,7 +100,7 @@ def compile_for(monkeypatch, tmp_path):
 
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-        amax = recorded(monkeypatch, triton_kernels, "find_amax")
+        amax = recorded(monkeypatch, triton_amax, "find_amax")
         return amax, recorded(monkeypatch, triton_kernels, "quantize")
 
     return use
@@ -188,6 +190,58 @@ def test_packing_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     assert len(write.compiled) == len(read.compiled) == 8
     for kernel in [*write.compiled, *read.compiled]:
         assert_ieee(kernel.asm["ptx"])
+
+
+@compiles
+@pytest.mark.slow
+def test_rotations_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
+    """Sums are not fused with the products before them; keys and numbers of rows change nothing."""
+    from metis_hf.numerics.kernels import triton_kernels
+    from metis_hf.numerics.kernels.layout import Groups
+    from metis_hf.numerics.kernels.triton_launch import fake_quantize, pack, unpack
+
+    amax, write = compile_for(HOPPER)
+    read = recorded(monkeypatch, triton_kernels, "unpack")
+    cases = (0, 16), (0, 128), (-1, 128)
+    for dim, size in cases:
+        for rows in (128, 384):
+            key = noise.Key(rows, torch.tensor(3, dtype=torch.int32))
+            x, groups = torch.randn(rows, 256).bfloat16(), Groups(size, key.fold(1))
+            options = {"dim": dim, "key": key, "groups": groups}
+            to = {"dtype": torch.bfloat16, "scaled": True}
+            fake_quantize(x, STOCHASTIC, **options, **to)
+            packed = pack(x, STOCHASTIC, **options)
+            shape = tuple(x.shape)
+            unpack(packed, STOCHASTIC, dim=dim, groups=groups, shape=shape, **to)
+    for recorder, different in ((amax, 3), (write, 6), (read, 3)):
+        assert len({id(kernel) for kernel in recorder.compiled}) == different
+        for kernel in recorder.compiled:
+            assert_ieee(kernel.asm["ptx"])
+
+
+@compiles
+@pytest.mark.slow
+def test_magnitudes_of_several_tensors_are_compiled_for_gpus(compile_for) -> None:
+    """In one launch, which reads both as vectors."""
+    from metis_hf.numerics.kernels.layout import Groups
+    from metis_hf.numerics.kernels.scratch import WORDS, Measured, Scratch
+    from metis_hf.numerics.kernels.triton_launch import fake_quantize
+
+    amax, _ = compile_for(HOPPER)
+    for rows in (64, 48):
+        x, other = torch.randn(rows, 256).bfloat16(), torch.randn(256, rows)
+        scratch = Scratch(torch.zeros(WORDS, dtype=torch.int32))
+        key, groups = noise.Key(rows, scratch=scratch), Groups(16)
+        scratch.expect(Measured(x), Measured(other), Measured(x, groups, 0))
+        fake_quantize(x, Quantizer(), dim=-1, key=key, dtype=torch.float32, scaled=True)
+        assert scratch.expected() == []
+        fake_quantize(other, Quantizer(), dim=-1, key=key, dtype=torch.float32, scaled=True)
+    assert len({id(kernel) for kernel in amax.compiled}) == 1
+    assert len(amax.compiled) == 2
+    ptx = amax.compiled[0].asm["ptx"]
+    assert_ieee(ptx)
+    assert len(re.findall(r"red\.\S*max", ptx)) == 3
+    assert vector_loads(amax.compiled[0]) >= 4
 
 
 @compiles

@@ -1,0 +1,187 @@
+"""The largest magnitudes that tensor scales are made of, of several tensors in one launch.
+
+Amax is taken of magnitudes as integers, which are ordered as the numbers, NaN above infinity: a
+GPU's maximum drops NaN, and integers can be compared atomically in any order.
+
+This module imports triton, so it is imported where it is used only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from metis_hf.numerics.kernels.layout import DTYPES, Groups, readable
+from metis_hf.numerics.kernels.scratch import Measured, Scratch
+from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of
+from metis_hf.numerics.kernels.triton_rotation import rotated
+from metis_hf.numerics.kernels.triton_tiles import (
+    blocks_in,
+    launch_tiles,
+    matrix_of,
+    place_of_tile,
+    read,
+)
+
+_TILE_BLOCKS = 32  # squares of a program's tile
+_POINTERS = "amax_ptr", "rotated_ptr", "other_ptr", "other_amax_ptr"
+
+
+@triton.jit
+def _keep(bits, amax_ptr, row, rows, BY_ROW: tl.constexpr):
+    """Write the largest magnitude of a tile, or of each of its rows."""
+    if BY_ROW:
+        largest = tl.max(tl.max(bits & MAGNITUDE, 3, keep_dims=True), 2, keep_dims=True)
+        tl.atomic_max(amax_ptr + row, largest, mask=row < rows, sem="relaxed")
+    else:
+        tl.atomic_max(amax_ptr, tl.max(bits & MAGNITUDE), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "sign0", "sign1", "tiles"])
+def find_amax(
+    x_ptr,
+    minus_ptr,
+    amax_ptr,
+    rotated_ptr,
+    other_ptr,
+    other_amax_ptr,
+    sign_ptr,
+    sign0,
+    sign1,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    tiles,
+    count,
+    GR: tl.constexpr,
+    GC: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Write largest magnitudes, as bits, into int32 that are 0.
+
+    The one of x - minus goes to `amax_ptr`, of the rotated x to `rotated_ptr`; with BY_ROW there is
+    one for each row. Programs from number `tiles` on read `count` elements at `other_ptr`.
+    """
+    if other_ptr is None or tl.program_id(0) < tiles:
+        place = place_of_tile(rows, columns, GR, GC)
+        bits, _ = read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride)
+        if amax_ptr is not None:
+            _keep(bits, amax_ptr, place[2], rows, BY_ROW)
+        if rotated_ptr is not None:
+            turned = rotated(bits, place, (sign_ptr, sign0, sign1), SIZE, SIGNED, LANES)
+            _keep(turned, rotated_ptr, place[2], rows, BY_ROW)
+    else:
+        TILE: tl.constexpr = GR * GC * 256
+        at = (tl.program_id(0) - tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+        others = bits_of(tl.load(other_ptr + at, mask=at < count, other=0.0))
+        _keep(others, other_amax_ptr, 0, 0, False)
+
+
+class Outer(NamedTuple):
+    """The scales above block scales: of a tensor, or of its rows."""
+
+    amax: Tensor | None = None  # int32, bits of the largest magnitudes
+    decode: Tensor | None = None  # fp32, yet to be written
+    blocks: int = 1  # of the tensor, where its rows have scales
+    per_row: int = 1
+
+
+def outer_of(
+    x: Tensor,
+    dim: int,
+    *,
+    by_row: bool,
+    minus: Tensor | None = None,
+    given: Tensor | None = None,
+    scratch: Scratch | None = None,
+    groups: Groups | None = None,
+) -> Outer:
+    """Find the largest magnitudes of x - minus that outer scales are made of.
+
+    Args:
+        x: before it is cut into blocks along `dim`.
+        by_row: rows of x have a scale each.
+        minus: contiguous, of the shape of `x`.
+        given: the largest magnitude, where it is known.
+        scratch: of the call, which remembers magnitudes of whole tensors.
+        groups: that are rotated before.
+    """
+    shape = x.shape[:-1].numel() if by_row else ()
+    decode = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if given is not None:
+        return Outer(given.view(torch.int32), decode)
+    measured, remembers = Measured(x, groups, dim), minus is None and not by_row
+    amax = None
+    if scratch is not None and not by_row:
+        amax = scratch.amax(measured) if remembers else None
+        if amax is not None:
+            return Outer(amax, decode)
+        amax = scratch.zero()
+    if amax is None:
+        amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
+    pointers = {"amax_ptr" if groups is None else "rotated_ptr": amax}
+    turned = measured
+    if scratch is not None and remembers:
+        scratch.keep(measured, amax)
+        turned = _find_beside(measured, scratch, pointers)
+    _launch(turned, pointers, by_row, minus)
+    per_row = blocks_in(x.shape[-1])
+    return Outer(amax, decode, amax.numel() * per_row, per_row)
+
+
+def _find_beside(measured: Measured, scratch: Scratch, pointers: dict[str, Tensor]) -> Measured:
+    """Add what is expected and fits into the launch: of the same tensor, and of another one.
+
+    Returns:
+        The same tensor, with the rotation that the launch makes.
+    """
+    turned = measured
+    for each in scratch.expected():
+        same, plain = each.is_of(measured.x), each.groups is None
+        slot = "other_amax_ptr" if not same else "amax_ptr" if plain else "rotated_ptr"
+        fits = slot not in pointers and (same or (plain and _is_dense(each.x)))
+        zero = scratch.zero() if fits else None
+        if zero is None:
+            continue
+        scratch.keep(each, zero)
+        pointers[slot] = zero
+        if not same:
+            pointers["other_ptr"] = each.x
+        elif not plain:
+            turned = each
+    return turned
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.dtype in DTYPES and (x.is_contiguous() or x.mT.is_contiguous())
+
+
+def _launch(
+    turned: Measured, pointers: dict[str, Tensor], by_row: bool, minus: Tensor | None
+) -> None:
+    x, groups, dim = turned
+    lanes = dim % x.dim() == x.dim() - 1
+    rows = readable(x.reshape(-1, x.shape[-1])) if by_row else None
+    matrix = matrix_of(x, lanes or groups is None, groups) if rows is None else rows
+    other = pointers.get("other_ptr")
+    given: dict[str, Any] = {name: pointers.get(name) for name in _POINTERS}
+    with torch.cuda.device_of(matrix):
+        launch_tiles(
+            find_amax,
+            _TILE_BLOCKS,
+            matrix,
+            groups,
+            more=0 if other is None else other.numel(),
+            minus_ptr=minus,
+            BY_ROW=by_row,
+            LANES=lanes,
+            **given,
+        )

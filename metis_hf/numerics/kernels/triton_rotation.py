@@ -1,0 +1,70 @@
+"""Rotation of groups in registers, for the Triton kernels; `rotation` says what it computes.
+
+This module imports triton, so it is imported where it is used only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from metis_hf.numerics.kernels.triton_numbers import uniform
+
+
+@triton.jit
+def _stage(x, APART: tl.constexpr):
+    """Return sums and differences of pairs of entries that lie APART elements of the tile apart."""
+    COUNT: tl.constexpr = x.numel
+    pairs = tl.permute(tl.reshape(x, (COUNT // (2 * APART), 2, APART)), (0, 2, 1))
+    a, b = tl.split(pairs)
+    return tl.permute(tl.join(a + b, a - b), (0, 2, 1))
+
+
+@triton.jit
+def _sums(x, SIZE: tl.constexpr, APART: tl.constexpr):
+    """Return H x, not divided, of groups whose entries lie APART elements of the tile apart."""
+    turned = x
+    for stage in tl.static_range(7):  # of groups of 128, the largest
+        if (1 << stage) < SIZE:
+            turned = _stage(turned, APART << stage)
+    return tl.reshape(turned, x.shape)
+
+
+@triton.jit
+def rotate(
+    x,
+    place,
+    signs,
+    SIZE: tl.constexpr,
+    SIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """Return H D x of the groups of a tile [GR 16 GC 16], or with BACK D H x; fp32.
+
+    Args:
+        place: where the tile lies; it holds whole groups.
+        signs: (pointer to the data, two words) of the noise key of D.
+        SIGNED: without it D is the identity.
+        LANES: groups lie along columns of the matrix; else along its rows.
+    """
+    _, _, row, column = place
+    entry = row % SIZE
+    APART: tl.constexpr = 1 if LANES else 16 * x.shape[2]
+    if LANES:
+        entry = column % SIZE
+    sign = 1.0
+    if SIGNED:
+        sign = tl.where(uniform(entry // 16, entry % 16, signs) < 0.5, -1.0, 1.0)
+    if BACK:
+        turned = _sums(x * SIZE**-0.5, SIZE, APART) * sign
+    else:
+        turned = _sums(x * (sign * SIZE**-0.5), SIZE, APART)
+    return turned
+
+
+@triton.jit
+def rotated(bits, place, signs, SIZE: tl.constexpr, SIGNED: tl.constexpr, LANES: tl.constexpr):
+    """Return the bits of a tile whose groups are rotated."""
+    x = rotate(bits.to(tl.float32, bitcast=True), place, signs, SIZE, SIGNED, LANES, False)
+    return x.to(tl.int32, bitcast=True)
