@@ -31,17 +31,22 @@ from metis_hf.lab.finetune_table import (
 from metis_hf.lab.store import hold_directory
 
 RECIPE = str(ROOT / "recipes/finetune_nvfp4.py")
-recipe = SimpleNamespace(**runpy.run_path(RECIPE))
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def recipe():
+    """The recipe's own functions."""
+    return SimpleNamespace(**runpy.run_path(RECIPE))
+
+
+@pytest.fixture(scope="module")
+def source(recipe, tmp_path_factory):
     """Model and data of the smoke run."""
     return recipe.smoke_model(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture
-def finetune(source, tmp_path):
+def finetune(recipe, source, tmp_path):
     """A function that runs three steps of the methods into a directory."""
 
     def finetune(out=tmp_path / "out", bf16=False, training=(), **options):
@@ -69,7 +74,7 @@ def main(monkeypatch, *options):
 
 
 @pytest.mark.slow
-def test_smoke(tmp_path, monkeypatch, capsys):
+def test_smoke(recipe, tmp_path, monkeypatch, capsys):
     """All methods, exports that transformers reads, a table; a second run says what there is."""
     main(monkeypatch, "--smoke", "--output_dir", str(tmp_path))
     said = capsys.readouterr().out
@@ -108,7 +113,7 @@ def test_smoke_reads_the_data_that_are_given(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_distillation_nears_the_exact_model_on_several_texts(finetune, source, tmp_path):
+def test_distillation_nears_the_exact_model_on_several_texts(recipe, finetune, source, tmp_path):
     """Each text is measured by itself; schemes are there to compare with."""
     lines = Path(source[1]).read_text().splitlines(keepends=True)
     for name, part in (("first", lines[:8]), ("last", lines[-8:])):
@@ -141,7 +146,7 @@ class Killed(BaseException):
     pass
 
 
-def test_a_run_that_was_stopped_goes_on(finetune, tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_goes_on(recipe, finetune, tmp_path, monkeypatch):
     """Killed behind the export of ptq, before it was measured: it is exported again."""
     space = recipe.finetune.__globals__
 
@@ -194,7 +199,7 @@ def test_a_run_that_was_stopped_goes_on(finetune, tmp_path, monkeypatch):
         finetune(method="ptq")
 
 
-def test_training_in_bf16_is_measured_in_fp32(source, tmp_path):
+def test_training_in_bf16_is_measured_in_fp32(recipe, source, tmp_path):
     """Each step has a whole batch, beyond the first epoch too."""
     a = recipe.Arguments(model=source[0], global_batch=4)
     training = transformers.TrainingArguments(

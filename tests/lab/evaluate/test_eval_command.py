@@ -10,7 +10,6 @@ import socket
 import pytest
 import torch
 import transformers
-from lm_eval.utils import make_table
 from texts import documents
 
 from lab.evaluate.eval_tools import (
@@ -72,6 +71,8 @@ def asked(monkeypatch):
 
 
 def test_result_files_are_lm_evals_with_one_key_more(evaluated):
+    from lm_eval.utils import make_table
+
     out, printed = evaluated
     found = results(out)
     assert set(found) == {"bf16", "metis", "metis, dense"}
