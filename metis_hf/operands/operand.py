@@ -16,7 +16,7 @@ from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack_with_values, unpack
 from metis_hf.numerics.kernels.epilogue import rounding_error
-from metis_hf.numerics.kernels.layout import quantizes
+from metis_hf.numerics.kernels.layout import has_kernel
 from metis_hf.numerics.kernels.scratch import Measured
 from metis_hf.operands.conditioner import AroundQuantizer, Conditioner, Encoded, LowRank
 from metis_hf.operands.conditioners.identity import IDENTITY
@@ -126,7 +126,7 @@ class Operand:
     def measured(self, x: Tensor, *, dim: int, key: Key) -> Measured | None:
         """Return the tensor whose largest magnitude kernels find in a call with x [t c], if any."""
         quantizer, conditioner = self.quantizer, self.conditioner
-        if quantizer is None or not quantizer.two_level or not quantizes(x, quantizer, dim):
+        if quantizer is None or not quantizer.two_level or not has_kernel(x, quantizer, dim):
             return None
         if quantizer.has_row_scales(x, dim):
             return None

@@ -36,9 +36,9 @@ from metis_hf.numerics.kernels.layout import (
     Packed,
     amax_of_rows,
     form_of,
+    has_kernel,
     packed_form,
     packs,
-    quantizes,
     readable,
     scale_of_pairs,
     scale_of_rows,
@@ -292,7 +292,7 @@ def covers(
 ) -> bool:
     """Return whether kernels have a form for this call of `fake_quantize`."""
     return (
-        quantizes(x, quantizer, dim)
+        has_kernel(x, quantizer, dim)
         and dtype in DTYPES
         and all(t is None or t.dtype is torch.float32 for t in (minus, plus))
         # The difference from an fp64 tensor is one in fp64.

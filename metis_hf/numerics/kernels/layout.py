@@ -125,7 +125,7 @@ def has_form(x: Tensor, tile: Tile, dim: int) -> bool:
     return ndim == 2 or x.shape[-2] % BLOCK == 0
 
 
-def quantizes(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
+def has_kernel(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
     """Return whether kernels quantize a tensor so."""
     return (
         quantizer.fmt == NVFP4

@@ -21,7 +21,7 @@ from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4
 from metis_hf.numerics.kernels.choice import kernels_for, triton_backend
-from metis_hf.numerics.kernels.layout import DTYPES, Groups, Packed, covers_rule, quantizes
+from metis_hf.numerics.kernels.layout import DTYPES, Groups, Packed, covers_rule, has_kernel
 from metis_hf.numerics.layout import Tile
 
 
@@ -105,4 +105,4 @@ def _kernels(x: Tensor, quantizer: QuantizerDefinition, dtype: torch.dtype) -> M
 
 
 def _covers(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
-    return x.dim() == 2 and x.dtype in DTYPES and quantizes(x, quantizer, dim)
+    return x.dim() == 2 and x.dtype in DTYPES and has_kernel(x, quantizer, dim)

@@ -310,16 +310,6 @@ class NoiseCases:
             assert drawn.shape == torch.Size(shape)
             assert torch.equal(drawn.cpu(), noise.uniform(shape, key))
 
-    @pytest.mark.parametrize("count", [16, 128])
-    def test_signs_are_drawn_as_operations_draw_them(self, count) -> None:
-        from metis_hf.numerics.kernels import triton_noise
-
-        key = noise.Key(4, torch.tensor(-77, dtype=torch.int32))
-        there, size = on(self.device, key), torch.Size((count,))
-        drawn = triton_noise.uniform(size, there, torch.device(self.device), signs=True)
-        assert drawn.abs().eq(1).all()
-        assert torch.equal(drawn.cpu(), noise.signs(count, key))
-
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
         "shape", [(), (1,), (255,), (256,), (257,), (511,), (512,), (70, 41), (300, 300)]
