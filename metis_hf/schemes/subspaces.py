@@ -27,7 +27,8 @@ class KeptSubspaces(LayerState):
     subspaces of adjacent steps are nearly the same. A call splits its own batch along the kept
     basis, so every split is exact. Steps are counted by `after_step`; without it each call finds
     its own. The first step finds them, and every later one whose number is a multiple of
-    `interval`; an expert that had no tokens then goes on without until the next of these.
+    `interval`, counted from 0. An expert that had no tokens then keeps the one before; without one
+    it searches in each call.
 
     Buffers for each tensor that is split: `input_basis` [i k], `grad_output_basis` [o k], with
     refinements also `..._basis_found`, what the running step has found: forward passes that are

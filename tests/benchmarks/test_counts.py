@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 MOST = {
     "nn.Linear": 3,
     "nvfp4-rne": 14,
-    "w4a4": 23,
+    "w4a4": 22,
     "nvidia": 15,
     "four-over-six": 15,
     "quartet2": 19,
