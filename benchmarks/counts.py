@@ -28,17 +28,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from traffic import FREE
 
-from metis_hf import MetisConfig, noise
-from metis_hf.layers.make import convert_linear
+from metis_hf import noise
 from metis_hf.numerics.kernels import choice, triton_noise
 from metis_hf.training.layer_states import after_step
 
 SHAPE = (2048, 768, 768)  # tokens, in_features, out_features
 TIMED_SHAPE = (64, 64, 64)
-KEPT = "metis, kept subspaces"  # as in seven of eight steps with `subspace_interval=8`
-SCHEMES = (
-    layer.NN_LINEAR, "nvfp4-rne", "w4a4", "nvidia", "four-over-six", "quartet2", "metis", KEPT,
-)  # fmt: skip
+FP4 = ("nvfp4-rne", "w4a4", "nvidia", "four-over-six", "quartet2", "metis", layer.KEPT)
+SCHEMES = (layer.NN_LINEAR, *FP4)
 ROUNDS = 20
 
 
@@ -117,17 +114,15 @@ def on_cuda(count: Launches | None = None) -> Iterator[None]:
 def step_of(scheme: str, shape: tuple[int, int, int] = SHAPE) -> Callable[[], None]:
     """Forward and backward of one layer, whose input is another tensor in each call."""
     tokens, inputs, outputs = shape
-    module: torch.nn.Module = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
-    config = MetisConfig(subspace_interval=2**30) if scheme == KEPT else MetisConfig(scheme=scheme)
-    if scheme != layer.NN_LINEAR:
-        module = convert_linear(module, config, name="layer").train()
+    linear = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+    module = linear if scheme == layer.NN_LINEAR else layer.converted(linear, scheme)
     dy = torch.empty(tokens, outputs, dtype=torch.bfloat16)
 
     def step() -> None:
         x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
         module(x).backward(dy)
         module.zero_grad()
-        if scheme == KEPT:
+        if scheme == layer.KEPT:
             after_step(module, 1, 1)
 
     return step

@@ -39,10 +39,14 @@ from timing import (
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig
+from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import convert_linear
 from metis_hf.numerics.kernels import use_kernels
+from metis_hf.training.layer_states import after_step
 
 SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")
+KEPT = "metis, kept subspaces"  # as in seven of eight steps with `subspace_interval=8`
+GPU_SCHEMES = ("nvfp4-rne", "quartet2", "four-over-six", "w4a4", KEPT)  # with Triton, beside those
 SHAPES = [(8192, 1024, 1024), (2048, 256, 256), (1024, 64, 64)]  # tokens, in_features, out_features
 GPU_SHAPES = [(16384, 4096, 4096)]
 QUICK_SHAPES = [(256, 64, 64)]
@@ -75,6 +79,13 @@ def realistic(tokens: int, width: int, seed: int, device: torch.device) -> Tenso
     return (torch.randn(tokens, width, generator=generator) + strong).to(device)
 
 
+def converted(linear: nn.Linear, scheme: str) -> MetisLayer:
+    """The layer in training, under a scheme or `KEPT`."""
+    kept = scheme == KEPT
+    config = MetisConfig(subspace_interval=2**30) if kept else MetisConfig(scheme=scheme)
+    return convert_linear(linear, config, name="layer").train()
+
+
 def cases(
     shape: tuple[int, int, int],
     device: torch.device,
@@ -96,7 +107,11 @@ def cases(
     def add(name: str, layer: nn.Module, dtype: torch.dtype, kernel: str | None = None) -> None:
         row = {"name": name, "dtype": str(dtype).split(".")[1], "kernels": kernel}
         layer = layer.to(device, dtype)
-        found.append((row, step_of(layer, x.to(dtype), dy.to(dtype), kernel)))
+        step = step_of(layer, x.to(dtype), dy.to(dtype), kernel)
+        if name == KEPT:
+            step()
+            after_step(layer, 1, 1)
+        found.append((row, step))
 
     def linear() -> nn.Linear:
         torch.manual_seed(0)
@@ -104,15 +119,13 @@ def cases(
 
     add(NN_LINEAR, linear(), base)
     for kernel in reversed(chosen):
-        for scheme in SCHEMES if kernel != "reference" else SCHEMES[1:]:
-            config = MetisConfig(scheme=scheme)
-            layer = convert_linear(linear(), config, name="layer").train()
-            add(scheme, layer, base, kernel)
+        schemes = SCHEMES if kernel != "reference" else SCHEMES[1:]
+        for scheme in (*schemes, *(GPU_SCHEMES if kernel == "triton" else ())):
+            add(scheme, converted(linear(), scheme), base, kernel)
     if other_dtype:
         other = torch.bfloat16 if base is torch.float32 else torch.float32
         add(NN_LINEAR, linear(), other)
-        metis = convert_linear(linear(), MetisConfig(), name="layer").train()
-        add("metis", metis, other, chosen[-1])
+        add("metis", converted(linear(), "metis"), other, chosen[-1])
     if paper is not None:
         rank = max(1, round(MetisConfig().rank_frac * min(inputs, outputs)))
         peer = peers.PaperLayer(paper, linear(), rank)

@@ -135,7 +135,7 @@ def _(conditioner: Spectral, shape, dim):
 
 
 def _sample_size(conditioner: Spectral, t: int, k: int, oversample: int) -> int:
-    """Return how many rows, or sums of rows, of t a subspace of k directions is found from."""
+    """Return the rows, or sums of rows, of t that a subspace of k directions is found from."""
     rows = max(
         int(conditioner.sample_frac * t + 0.999999), fewest_rows(k, oversample, conditioner.rows), k
     )

@@ -96,7 +96,7 @@ class LayerState:
         return self.freeze(buffers, x, weight, keys)
 
     def phase(self, buffers: Mapping[str, Tensor]) -> Hashable:
-        """Return what of the host decides what the next call does; see `can_be_recorded`."""
+        """Return the host's part in what the next call does; see `can_be_recorded`."""
         return None
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:

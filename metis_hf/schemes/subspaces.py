@@ -36,7 +36,7 @@ class KeptSubspaces(LayerState):
     1, says whether the next call takes the bases; the host remembers it, and reads it from the
     device only when a checkpoint has been loaded. Evaluation neither takes bases nor changes them.
 
-    Each process finds its own. `after_step` gives all of them that of the first that has one.
+    Each process finds its own. `after_step` gives all of them the one of the first that has one.
 
     Args:
         interval: optimizer steps from one search to the next, at least 2.
@@ -116,7 +116,7 @@ class KeptSubspaces(LayerState):
         return {}
 
     def _take(self, layers: Mapping[str, StatefulLayer]) -> None:
-        """Let the next calls begin with what those of this step have found."""
+        """Let the next calls begin with what calls of this step have found."""
         bases, found = [], []
         for slot, buffers in self._slots(layers):
             slot.contents = slot.found
@@ -160,7 +160,7 @@ class KeptSubspaces(LayerState):
 
 
 class _Host:
-    """What the host knows of a layer's kept subspaces."""
+    """The host's side of a layer's kept subspaces."""
 
     def __init__(self, flags: Tensor) -> None:
         self.known = [bool(flag) for flag in flags.tolist()]
@@ -181,7 +181,7 @@ _HOSTS: MutableMapping[Tensor, _Host] = WeakTensorKeyDictionary()
 
 
 def _host(flags: Tensor) -> _Host:
-    """Return what the host knows by the flags of a layer, read from the device where it must be."""
+    """Return the host's side of a layer by its flags, read from the device where it must be."""
     host = _HOSTS.get(flags)
     # DDP writes the buffers of all processes before each forward pass.
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

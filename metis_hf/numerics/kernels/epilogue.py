@@ -45,7 +45,7 @@ def finish_product(out: Tensor, scales: Sequence[Tensor] = (), bias: Tensor | No
 
 
 def rounding_error(x: Tensor, values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return what quantization took off a matrix, x - values * scale, in `dtype`.
+    """Return x - values * scale in `dtype`, the error of a quantized matrix.
 
     Args:
         x: [m n]

@@ -21,7 +21,7 @@ def _stage(x, APART: tl.constexpr):
 
 
 @triton.jit
-def _sums(x, SIZE: tl.constexpr, APART: tl.constexpr):
+def _butterflies(x, SIZE: tl.constexpr, APART: tl.constexpr):
     """Return H x, not divided, of groups whose entries lie APART elements of the tile apart."""
     turned = x
     for stage in tl.static_range(7):  # of groups of 128, the largest
@@ -57,9 +57,9 @@ def rotate(
     if SIGNED:
         sign = tl.where(uniform(entry // 16, entry % 16, signs) < 0.5, -1.0, 1.0)
     if BACK:
-        turned = _sums(x * SIZE**-0.5, SIZE, APART) * sign
+        turned = _butterflies(x * SIZE**-0.5, SIZE, APART) * sign
     else:
-        turned = _sums(x * (sign * SIZE**-0.5), SIZE, APART)
+        turned = _butterflies(x * (sign * SIZE**-0.5), SIZE, APART)
     return turned
 
 

@@ -22,11 +22,11 @@ class Reuse(NamedTuple):
 
 
 class Slot:
-    """What the host knows of one kept subspace.
+    """The host's side of one kept subspace.
 
     Attributes:
-        contents: equal for two slots whose bases are equal, as those of layers that read one
-            tensor are.
+        contents: equal for two slots whose bases are equal: layers that read one tensor have equal
+            ones.
         found: the same of the basis that calls of this step have found.
         is_filled: whether a call has found one yet.
     """
@@ -61,7 +61,7 @@ class KeptSubspace:
         return hash(self._like)
 
     def keep(self, v: Tensor) -> tuple[Tensor, object]:
-        """Keep v [c k] for later steps, and return what other layers take over of it.
+        """Keep v [c k] for later steps, and return it for other layers (`take_over`).
 
         With fewer columns, of a matrix of few rows, the rest becomes zero.
         """
