@@ -33,28 +33,17 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
 _LARGEST = 2**24  # more than any dimension of a weight, and than any number of blocks
 _MOST_NAMES = 10_000  # in a list or a mapping: more than any model has linear layers
 _MOST_CHARACTERS = 10_000  # in all regular expressions of a config; plain names do not count
+# A ratio .9 of neighbouring singular values has become .9^129 = 1e-6 after 64 iterations.
 _INTEGERS = {  # field -> least, most
-    "rank": (1, _LARGEST),
-    "rank_multiple": (1, _LARGEST),
-    "oversample": (0, _LARGEST),
-    "keep_first_blocks": (0, _LARGEST),
-    "keep_last_blocks": (0, _LARGEST),
-    "n_iter": (0, 64),  # a ratio .9 of neighbouring singular values has become .9^129 = 1e-6
-    "subspace_interval": (1, 2**31 - 1),
-    "subspace_refinements": (0, 64),
-    "refresh_interval": (0, 2**63 - 1),
-    "seed": (-(2**63), 2**63 - 1),
-}
+    "rank": (1, _LARGEST), "rank_multiple": (1, _LARGEST), "oversample": (0, _LARGEST),
+    "keep_first_blocks": (0, _LARGEST), "keep_last_blocks": (0, _LARGEST), "n_iter": (0, 64),
+    "subspace_interval": (1, 2**31 - 1), "subspace_refinements": (0, 64),
+    "refresh_interval": (0, 2**63 - 1), "seed": (-(2**63), 2**63 - 1),
+}  # fmt: skip
 _OPTIONAL = {"rank", "rank_multiple", "gradient_rank_frac", "attention", "format", "decompose",
              "exclude_modules", "modules_to_not_convert"}  # fmt: skip
-_TUPLES = (
-    "decompose",
-    "target_modules",
-    "exclude_modules",
-    "high_precision",
-    "modules_to_not_convert",
-    "layers_to_transform",
-)
+_TUPLES = ("decompose", "target_modules", "exclude_modules", "high_precision",
+           "modules_to_not_convert", "layers_to_transform")  # fmt: skip
 # Records read as they did before there was a choice.
 _NAMED_IF_CHOSEN = ("format", "attention", "gradient_rank_frac", "backend", "outer_scale",
                     "subspace_interval", "subspace_refinements")  # fmt: skip
@@ -81,11 +70,9 @@ class MetisConfig:
             by eigenvectors; 0 takes the whole span, at a quarter of the finder's operations.
         n_iter: power iterations of the range finder, 0 to 64. Each costs time in every call.
         subspace_interval: optimizer steps for which layers keep the subspaces of inputs and output
-            gradients; 1 finds them in every call. Steps between project their batch on what was
-            found, which leaves every split exact (the paper's conference version: 8). It needs
-            MetisCallback, or `layer_states.after_step` in a loop of one's own.
-        subspace_refinements: products with each batch's Gram matrix that a kept subspace takes, 0
-            to 64; 0 leaves it as it was found.
+            gradients, by MetisCallback or `layer_states.after_step`; 1 finds them in every call
+            (the paper's conference version: 8).
+        subspace_refinements: products with each batch's Gram matrix that a kept one takes, 0 to 64.
         decompose: tensors that "metis" and "metis-paper" split: any of "weight", "activation",
             "gradient"; None takes the scheme's own: all three for "metis-paper", activations and
             gradients for "metis".
@@ -212,14 +199,9 @@ class MetisConfig:
         """Return the config of the products of attention: as of a layer without a weight."""
         assert self.attention is not None
         return self.replace(
-            scheme=self.attention,
-            operand_mode="contraction",
-            subspace_interval=1,
-            subspace_refinements=0,
-            split_weight=None,
-            decompose=None,
-            outer_scale="tensor",
-        )
+            scheme=self.attention, operand_mode="contraction", outer_scale="tensor",
+            split_weight=None, decompose=None, subspace_interval=1, subspace_refinements=0,
+        )  # fmt: skip
 
     def replace(self, **changes: Any) -> MetisConfig:
         """Return a copy with some values changed, checked again."""
@@ -297,11 +279,6 @@ def _check(config: MetisConfig) -> None:
         none = name in _OPTIONAL
         if not (ok or (none and value is None)):
             raise ValueError(f"{name}={shown(value)}; expected {'None or ' * none}{expected}")
-    if config.subspace_refinements and config.subspace_interval == 1:
-        raise ValueError(
-            f"subspace_refinements={config.subspace_refinements} refines subspaces that are kept, "
-            "and subspace_interval=1 keeps none; give an interval of 2 steps or more"
-        )
     _check_blocks(config)
     _check_expressions(config)
 
@@ -320,6 +297,12 @@ def _rules(config: MetisConfig) -> Iterator[tuple[str, bool, str]]:
     for name, (least, most) in _INTEGERS.items():
         value = getattr(config, name)
         yield name, _is_int(value) and least <= value <= most, f"an integer from {least} to {most}"
+    value, kept = config.subspace_refinements, config.subspace_interval != 1
+    yield (
+        "subspace_refinements",
+        not value or kept,
+        "0, since subspace_interval=1 keeps no subspace",
+    )
     for name, choices in _CHOICES.items():
         value = getattr(config, name)
         ok = any(value == choice and isinstance(value, type(choice)) for choice in choices)
