@@ -166,6 +166,7 @@ def test_few_rounds_are_shown_with_their_range():
         assert timing.spread(timing.summary(times, [1.0] * len(times))) == shown
 
 
+@pytest.mark.slow
 def test_a_predicted_step_holds_the_rounds_of_the_measured_one():
     """And the rates that it is predicted from."""
     sizes = roofline.Sizes((64, 64, 64), (64, 64, 64), ())

@@ -129,6 +129,7 @@ class TestForms:
 
 
 class TestTrainer:
+    @pytest.mark.slow
     def test_save_only_model(self, tmp_path):
         """Weights alone: they load, and a resumed run continues with a new optimizer."""
         made = trainer(tmp_path, converted(), save_only_model=True)

@@ -299,6 +299,7 @@ class Killed(BaseException):
     """Nothing in the package catches it."""
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path, prepare, filtered, monkeypatch):
     """Killed within each kind of write, and gone on with two processes: the same bytes."""
     complete, open_marks = os.replace, ["part-00001", "shard-00001", "report.json", "meta.json"]

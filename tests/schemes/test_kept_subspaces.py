@@ -169,8 +169,15 @@ def test_layers_with_one_input_keep_one_subspace(fields):
         assert torch.equal(together[0].input_basis, together[2].input_basis)
 
 
-@pytest.mark.parametrize("fields", [KEPT, REFINED])
-@pytest.mark.parametrize("scheme", ["metis", "metis-paper"])
+@pytest.mark.parametrize(
+    ("scheme", "fields"),
+    [
+        ("metis", REFINED),
+        pytest.param("metis", KEPT, marks=pytest.mark.slow),
+        pytest.param("metis-paper", KEPT, marks=pytest.mark.slow),
+        pytest.param("metis-paper", REFINED, marks=pytest.mark.slow),
+    ],
+)
 def test_resume_is_exact(scheme, fields, tmp_path):
     """Cut between two searches; gradient accumulation and activation checkpointing on."""
 

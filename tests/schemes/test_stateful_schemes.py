@@ -251,7 +251,9 @@ def test_low_rank_branch_is_exact():
     assert (w_hat - linear.weight).norm() < 1e-5 * linear.weight.norm()
 
 
-@pytest.mark.parametrize("scheme", some_slow(OURS, ["omniquant", "outlier-suppression-plus"]))
+@pytest.mark.parametrize(
+    "scheme", some_slow(OURS, ["omniquant", "outlier-suppression-plus", "svdquant"])
+)
 def test_resume_is_exact(scheme, tmp_path, monkeypatch):
     """Cut within a window of steps; gradient accumulation and activation checkpointing on."""
     settings = {"period": 4, "window": 3, "threshold": 2.0, "start": 0.0}

@@ -230,7 +230,7 @@ def test_an_optimizer_that_a_refresh_refuses_is_refused_after_one_step(tmp_path)
 STATELESS = [scheme for scheme in FP4 if scheme not in STATEFUL]
 
 
-@pytest.mark.parametrize("scheme", some_slow(STATELESS, ["nvfp4", "quartet2"]))
+@pytest.mark.parametrize("scheme", some_slow(STATELESS, ["metis-paper", "nvfp4", "quartet2"]))
 def test_resume_is_exact(scheme, tmp_path):
     """2 + 2 steps equal 4: weights, moments, noise, refreshes and a switch of precision."""
     interval = int(layer_of(scheme)[1].scheme.weight.is_split)

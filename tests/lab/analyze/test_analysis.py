@@ -106,6 +106,7 @@ def test_experts_are_read_one_by_one(tmp_path):
     assert all(min(source.load(name).weight.shape) >= 32 for name in experts)
 
 
+@pytest.mark.slow
 def test_weights_are_never_all_in_memory(undrawn, checkpoint, tmp_path, monkeypatch):
     """When a layer is read, at most one earlier layer and its control are alive."""
     alive: list[weakref.ref] = []
@@ -236,6 +237,7 @@ def test_layers_are_sorted_by_risk(analysis):
         assert result.risk(name) == pytest.approx(worst)
 
 
+@pytest.mark.slow
 def test_it_repeats_itself(undrawn, checkpoint, analysis, tmp_path):
     result, _ = analysis
     again = analyze(

@@ -88,6 +88,7 @@ def test_rows_of_experts_are_no_sequences(monkeypatch):
     assert labels == ["random rows (50 in all)"]
 
 
+@pytest.mark.slow
 class TestConvertedExperts:
     @pytest.fixture(scope="class")
     def run(self, tmp_path_factory):

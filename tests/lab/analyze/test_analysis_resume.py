@@ -90,7 +90,9 @@ class TestInterrupted:
                 "tensor_line", 2, "the weights of 2 more layers are to come", marks=pytest.mark.slow
             ),
             ("tensor_line", 5, "activations and gradients are to come"),
-            ("tensor_portrait", 2, "figures of single layers are to come"),
+            pytest.param(
+                "tensor_portrait", 2, "figures of single layers are to come", marks=pytest.mark.slow
+            ),
         ],
     )
     def test_keeps_what_it_has(

@@ -275,6 +275,7 @@ def test_figures_of_gaps_that_are_gone_are_removed(tmp_path):
         assert found == [True, left, left]
 
 
+@pytest.mark.slow
 def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     """Tables of many variants are in the order of their losses, curves in that of the runs."""
     seen = []

@@ -168,6 +168,7 @@ def test_runs_share_the_threads_of_a_cpu(monkeypatch):
     assert slot_environment(0, 3) == {}  # of another kind than CUDA
 
 
+@pytest.mark.slow
 def test_a_run_remembers_all_code_that_trained_it(compare, out, monkeypatch, capsys):
     for code, expected in (("a", "a"), ("b", "a+b"), ("c", "a+b+c")):
         monkeypatch.setattr(tasks, "numerics_digest", lambda code=code: code)
@@ -182,6 +183,7 @@ def test_a_run_remembers_all_code_that_trained_it(compare, out, monkeypatch, cap
     assert "Runs of different code or torch" in (out / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_changed_file_of_a_scheme_is_refused(compare, out, monkeypatch):
     for digest in ("1", "1", "2"):
         monkeypatch.setattr(tasks, "source_digests", lambda *_, digest=digest: {"own": digest})

@@ -146,6 +146,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(recipe, finetune, tmp_path, monkeypatch):
     """Killed behind the export of ptq, before it was measured: it is exported again."""
     space = recipe.finetune.__globals__

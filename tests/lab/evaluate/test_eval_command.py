@@ -112,6 +112,7 @@ def test_tables_on_disk(evaluated, runs):
     assert "acc_norm of ARC-C, HellaSwag" in printed
 
 
+@pytest.mark.slow
 def test_finished_results_are_used_again(evaluated, runs, text, tmp_path, monkeypatch, asked):
     """A change of anything that decides the numbers evaluates again."""
     out = shutil.copytree(evaluated[0], tmp_path / "out")
@@ -146,6 +147,7 @@ def test_finished_results_are_used_again(evaluated, runs, text, tmp_path, monkey
     assert not asked
 
 
+@pytest.mark.slow
 def test_a_task_is_evaluated_by_itself_and_once(runs, tmp_path, asked):
     """Whatever else was asked for, and whatever stands beside it, its batches are the same."""
     given = ["--tasks-dir", DATA, "--out", tmp_path / "out"]

@@ -35,6 +35,7 @@ def results(place, tmp_path_factory):
     return dict(zip(("before", "with", "after"), fidelity(chosen, folder / "out"), strict=True))
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_a_converted_model(place, results):
     exact, model = load(place).eval(), get_metis_model(load(place), CONFIG).eval()
     for ids, found in zip(token_ids(place)[:8].split(2), results["with"].batches, strict=True):

@@ -47,6 +47,7 @@ class TestNumbers:
             assert found["kl"] == pytest.approx(kl.item(), rel=1e-3)
             assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).float().mean())
 
+    @pytest.mark.slow
     def test_divergence_in_training_is_that_of_a_model_that_trains(self, place, measured):
         exact = load(place).eval()
         scheme = get_metis_model(load(place), MetisConfig(scheme="metis-paper")).train()
@@ -226,6 +227,7 @@ class TestConverted:
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_divergence_in_training_is_shown_where_it_differs(measured):
     """It differs where the forward pass rounds with noise."""
     direct, _, random, _ = measured[1]

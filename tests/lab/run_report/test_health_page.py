@@ -45,6 +45,7 @@ def undrawn(monkeypatch):
 
 
 class TestPage:
+    @pytest.mark.slow
     def test_browser_shows_every_picture_and_fetches_nothing(self, page, tmp_path):
         view = browser.open_page(page, tmp_path, browser.IMAGES)
         assert view.console == []

@@ -31,6 +31,7 @@ STATS = {"nonfinite": 0.0, "stable_rank": 9.0, "energy": 0.4, "narrowing": 1.3, 
          "zeroed": 0.07, "saturated": 0.03}  # fmt: skip
 
 
+@pytest.mark.slow
 class TestRealRun:
     def test_is_what_the_trainer_has(self, trained):
         folder, trainer = trained
@@ -232,6 +233,7 @@ def test_last_step_and_switches(tmp_path):
     assert list(run.switches) == [1]
 
 
+@pytest.mark.slow
 def test_real_pictures_of_odd_names_and_numbers(tmp_path):
     """Names that matplotlib would take for formulas, and numbers at the ends of fp32."""
     files = records()

@@ -89,9 +89,10 @@ def test_several_threads() -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [["-mno-avx2", "-mno-avx512f"], pytest.param(["-mno-avx512f"], marks=pytest.mark.slow)],
+    [["-mno-avx2", "-mno-avx512f"], ["-mno-avx512f"]],
 )
 def test_smaller_vectors(flags, tmp_path, monkeypatch) -> None:
     """The widths of registers of older x86 and of ARM, where this machine's are wider."""
