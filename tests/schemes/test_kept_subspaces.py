@@ -97,7 +97,7 @@ def test_a_call_splits_its_batch_along_the_kept_basis(scheme):
         a, lam, v = operand.bind(state).conditioner.split(y, key=layer.key)
         assert torch.equal(v, buffers(layer)[f"{tensor}_basis"])
         torch.testing.assert_close((a * lam) @ v.T, y @ v @ v.T, rtol=1e-4, atol=1e-4)
-    # What the call gives is what it gives with that subspace, by the operand alone.
+    # The residual has what the basis misses, and a call without a search changes no buffer.
     x_hat = layer.scheme.fprop_input.bind(state)(
         x, dim=-1, key=layer.call_keys(x)[0], dtype=torch.float32
     )
