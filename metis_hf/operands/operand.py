@@ -153,9 +153,8 @@ class Operand:
     ) -> Encoded:
         """Quantize x [t c] to codes and scales: the first half of a call. See `has_codes`.
 
-        Args:
-            x, dim, key, row_mask: as in a call.
-            dtype: of a GEMM that takes x_hat next, so that a kernel may write its values at once.
+        `dtype` is the dtype of a GEMM that takes x_hat next: a kernel may then write its values
+        at once.
         """
         assert self.quantizer is not None
         if dtype is not None and self.conditioner.is_direct:
