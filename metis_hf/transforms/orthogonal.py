@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.linalg import cholesky_ex, solve_triangular, vector_norm
 
+from metis_hf.numerics.kernels.choice import kernels_for
+
 # Share by which the diagonal of a Gram matrix grows: more than rounding takes off its smallest
 # eigenvalue, so that it has a Cholesky factor.
 _SHIFT = 2.0**-40
@@ -23,20 +25,32 @@ _ZERO = 1e-18  # length of a row that counts as 0: the squares of its entries le
 # Difference of eigenvalues, in units of their sum, below which they count as equal.
 _TIE = 2.0**-40
 _LARGEST_TANGENT = 0.5
+_WIDEST_BLOCK = 128  # rows, whose Gram matrix one program of a GPU holds
 
 
-def next_basis(y: Tensor, basis: Tensor) -> Tensor:
+def next_basis(y: Tensor, basis: Tensor | None = None, *, passes: int = 1) -> Tensor:
     """Return a nearly orthonormal basis [w c] of the rows of y = basis @ (some matrix).
 
-    Rows by which y falls short of full rank are filled up from the basis before.
+    Each of its rows is made of those of y up to it. Rows by which y falls short of full rank are
+    filled up from the basis before.
 
     Args:
         y: [w c], w <= c, fp32 or fp64.
-        basis: [w c], of independent rows of about unit length.
+        basis: [w c], of independent rows of about unit length; None: rows of the identity.
+        passes: of `gram_factor`; after two the rows are orthonormal.
     """
+    if len(y) <= _WIDEST_BLOCK and y.dtype is torch.float32 and kernels_for(y) == "triton":
+        from metis_hf.numerics.kernels import triton_basis
+
+        return triton_basis.next_basis(y, basis, passes, _TRACE[y.dtype], _ZERO, _SHIFT)
     y = y / vector_norm(y, dim=1, keepdim=True).clamp_min_(_ZERO)
-    y.add_(basis, alpha=_TRACE[y.dtype])
-    return solve_triangular(gram_factor(y).to(y.dtype), y, upper=False)
+    if basis is None:
+        y.diagonal().add_(_TRACE[y.dtype])
+    else:
+        y.add_(basis, alpha=_TRACE[y.dtype])
+    for _ in range(passes):
+        y = solve_triangular(gram_factor(y).to(y.dtype), y, upper=False)
+    return y
 
 
 def gram_factor(y: Tensor) -> Tensor:
@@ -70,7 +84,7 @@ def eigenvectors(matrix: Tensor, rotations: int) -> Tensor:
     """
     width = len(matrix)
     options: dict[str, Any] = {"dtype": matrix.dtype, "device": matrix.device}
-    vectors = next_basis(matrix, torch.eye(width, **options))
+    vectors = next_basis(matrix)
     tie = matrix.diagonal().sum().clamp_min_(_ZERO) * _TIE
     ramp = torch.arange(width, **options).mul_(tie)
     for _ in range(rotations):

@@ -8,7 +8,7 @@ vectors takes `find_basis`. Nothing here quantizes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,20 +181,18 @@ def dominant_basis(
         rank: k, at most min(n, c).
         n_iter: products with the Gram matrix.
         key: noise key of the sketch.
-        start: [c k], a basis to begin with in place of a random sketch, as of the step before.
-            Columns of zeros become arbitrary directions.
+        start: [c k], a basis to begin with in place of a random sketch, as of the step before;
+            n_iter is 1 at least then. Columns of zeros become arbitrary directions.
 
     Returns:
         [c k], fp32 (fp64 for an fp64 sample).
     """
     sample = _in_range(sample)
     if start is None:
-        basis = _power_basis(sample, rank, n_iter, key)
-    else:
-        first = start.T.to(sample.dtype)
-        trace = 2.0**-20 * torch.eye(*first.shape, dtype=first.dtype, device=first.device)
-        basis = _powers(sample, first + trace, n_iter)
-    return solve_triangular(gram_factor(basis).to(basis.dtype), basis, upper=False).T
+        return _power_basis(sample, rank, n_iter, key, passes=2).T
+    first = start.T.to(sample.dtype)
+    trace = 2.0**-20 * torch.eye(*first.shape, dtype=first.dtype, device=first.device)
+    return _powers(sample, first + trace, n_iter, passes=2).T
 
 
 def _in_range(sample: Tensor) -> Tensor:
@@ -202,24 +200,32 @@ def _in_range(sample: Tensor) -> Tensor:
 
     Products of huge or tiny values must not leave the fp32 range.
     """
+    if sample.dtype in DTYPES and kernels_for(sample) == "triton":
+        from metis_hf.numerics.kernels import triton_basis
+
+        return triton_basis.in_range(sample.detach())
     dtype = torch.float64 if sample.dtype is torch.float64 else torch.float32
     sample = torch.nan_to_num(sample.detach().to(dtype), nan=0.0, posinf=0.0, neginf=0.0)
     least, largest = sample.aminmax()
     return sample.div_(torch.maximum(largest, -least).clamp_min_(torch.finfo(dtype).tiny))
 
 
-def _power_basis(sample: Tensor, width: int, n_iter: int, key: Key) -> Tensor:
+def _power_basis(sample: Tensor, width: int, n_iter: int, key: Key, *, passes: int = 1) -> Tensor:
     """Return a nearly orthonormal basis [w c] of a random sketch after some power iterations."""
-    n, c = sample.shape
-    options: dict[str, Any] = {"dtype": sample.dtype, "device": sample.device}
-    sketch = uniform((n, width), key, sample.device).sub_(0.5).to(sample.dtype)  # [n w]
-    return _powers(sample, next_basis(sketch.T @ sample, torch.eye(width, c, **options)), n_iter)
+    sketch = uniform((len(sample), width), key, sample.device).sub_(0.5).to(sample.dtype)  # [n w]
+    basis = next_basis(sketch.T @ sample, passes=1 if n_iter else passes)
+    return _powers(sample, basis, n_iter, passes=passes)
 
 
-def _powers(sample: Tensor, basis: Tensor, n_iter: int) -> Tensor:
-    """Return a basis [w c] after some products with the sample's Gram matrix."""
-    for _ in range(n_iter):
-        basis = next_basis(basis @ sample.T @ sample, basis)
+def _powers(sample: Tensor, basis: Tensor, n_iter: int, *, passes: int) -> Tensor:
+    """Return a basis [w c] after some products with the sample's Gram matrix.
+
+    Args:
+        passes: of the factorization after the last product.
+    """
+    for left in reversed(range(n_iter)):
+        y = basis @ sample.T @ sample
+        basis = next_basis(y, basis, passes=1 if left else passes)
     return basis
 
 

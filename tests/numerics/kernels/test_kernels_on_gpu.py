@@ -13,6 +13,7 @@ from metis_hf.numerics import kernels
 from metis_hf.numerics.kernels import choice, use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
+from numerics.kernels.basis_cases import BasisCases
 from numerics.kernels.call_cases import CallCases
 from numerics.kernels.epilogue_cases import EpilogueCases
 from numerics.kernels.kernel_tools import low_rank
@@ -105,6 +106,11 @@ class TestSumsOnGpu(SumsCases):
 
 @by_triton
 class TestProjectionOnGpu(ProjectionCases):
+    device = "cuda"
+
+
+@by_triton
+class TestBasesOnGpu(BasisCases):
     device = "cuda"
 
 

@@ -28,8 +28,8 @@ compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or INTERPRETED,
     reason="triton is not installed, or TRITON_INTERPRET=1: it compiles nothing",
 )
-CASES = ("triton", "call", "epilogue", "sums", "projection", "rotation")  # NAME_cases.py
-WHOLE = "call or epilogue or sums or projection or rotation"
+CASES = ("triton", "call", "epilogue", "sums", "projection", "rotation", "basis")  # NAME_cases.py
+WHOLE = "call or epilogue or sums or projection or rotation or basis"
 SOME = f"(normal or nan or wide) and not subnormal or {WHOLE}"  # where not all run
 AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
 
@@ -317,6 +317,29 @@ def test_projections_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
     for recorder in recorders:
         assert len({id(kernel) for kernel in recorder.compiled}) == 1
         assert_ieee(recorder.compiled[0].asm["ptx"])
+
+
+@compiles
+@pytest.mark.slow
+def test_bases_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
+    """Once for each size of a block, which stays in registers."""
+    from metis_hf.numerics.kernels import triton_basis
+
+    compile_for(HOPPER)
+    names = ("find_largest", "scale", "unit_rows", "invert_factor")
+    recorders = {name: recorded(monkeypatch, triton_basis, name) for name in names}
+    for rows, width in ((256, 56), (1024, 50)):
+        sample = triton_basis.in_range(torch.zeros(rows, 768, dtype=torch.bfloat16))
+        triton_basis.next_basis(sample[:width], None, 2, 1e-6, 1e-18, 1e-12)
+    for name, recorder in recorders.items():
+        assert len({id(kernel) for kernel in recorder.compiled}) == 1, name
+    ptx = {name: recorder.compiled[0].asm["ptx"] for name, recorder in recorders.items()}
+    factor = ptx.pop("invert_factor")
+    for each in ptx.values():
+        assert_ieee(each)
+    assert not re.search(r"approx|ftz", factor)
+    assert "fma.rn.f64" in factor
+    assert len(re.findall("shfl", factor)) <= 32  # a row is found among a thread's own numbers
 
 
 # --- when they run -------------------------------------------------------------------------------

@@ -1,0 +1,108 @@
+"""Orthonormal bases by kernels: of any rows, and the finder that they are made for.
+
+test_kernels_on_gpu.py runs `BasisCases` on GPUs, and this file in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from metis_hf.noise import Key
+from metis_hf.numerics.kernels import use_kernels
+from metis_hf.transforms.orthogonal import next_basis
+from metis_hf.transforms.spectral import dominant_basis
+from numerics.helpers import seeded
+
+ORTHONORMAL = 5e-6
+# Rows and columns: one, as many of both, more columns than a program reads at once, the most rows
+# that one program holds and one more, which torch's operations take.
+SIZES = [(1, 1), (3, 1100), (17, 17), (40, 64), (128, 130), (129, 140)]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=seeded(seed))
+
+
+class BasisCases:
+    device: str
+    kernels = "triton"
+
+    def assert_orthonormal(self, basis: Tensor) -> None:
+        gram = basis.double() @ basis.double().T
+        eye = torch.eye(len(basis), dtype=torch.float64)
+        torch.testing.assert_close(gram, eye, rtol=0, atol=ORTHONORMAL)
+
+    def run(self, function, *tensors: Tensor | None) -> Tensor:
+        there = [None if t is None else t.to(self.device) for t in tensors]
+        with use_kernels(self.kernels):
+            return function(*there).cpu()
+
+    @pytest.mark.parametrize(("rows", "columns"), SIZES)
+    def test_a_basis_is_made_of_each_row_and_those_before(self, rows, columns) -> None:
+        """As by Gram and Schmidt: LAPACK's Q with the signs of R's diagonal."""
+        y = normal(rows, columns) * torch.logspace(2, -2, rows)[:, None]
+        y += 3 * torch.eye(rows, columns)  # well-conditioned, where there are as many rows
+        q, r = torch.linalg.qr(y.double().T)
+        wanted = (q * r.diagonal().sign()).T
+        for form in (y, y.T.contiguous().T):
+            found = self.run(next_basis, form)
+            bound = 2e-5 * torch.linalg.cond(y.double() / y.double().norm(dim=1, keepdim=True))
+            torch.testing.assert_close(found.double(), wanted, rtol=0, atol=bound.item())
+            self.assert_orthonormal(self.run(next_basis, found, wanted.float()))
+
+    def test_rows_that_are_missing_are_filled_up(self) -> None:
+        """Those of zeros and equal ones, nearly from the basis before; the others are not lost."""
+        y = normal(6, 50).repeat(2, 1)
+        y[3] = 0
+        for before in (normal(12, 50, seed=1) / 7, None):
+            basis = self.run(partial(next_basis, passes=2), y, before)
+            self.assert_orthonormal(basis)
+            others = torch.eye(12, 50) if before is None else before
+            assert (y - y @ basis.T @ basis).norm() <= 1e-4 * y.norm()
+            span = torch.linalg.qr(torch.cat([y[[*range(3), *range(4, 6), 9]], others]).T).Q
+            assert (span.T @ basis.T).square().sum() >= 11.5  # of 12, all within
+        assert self.run(next_basis, torch.zeros(4, 50)).isfinite().all()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("products", [0, 2])
+    def test_the_finder_gives_what_torch_gives(self, products, dtype) -> None:
+        """From as many rows as directions too; the scale of the sample does not matter."""
+        values = 0.8 ** torch.arange(70)
+        for rows in (300, 9):
+            sample = (normal(rows, 70) * values).to(dtype)
+            options = {"n_iter": products, "key": Key(3)}
+            with use_kernels("reference"):
+                wanted = dominant_basis(sample, 9, **options)
+            for scale in (1.0, 2.0**-8) if dtype is torch.float16 else (1.0, 2.0**100, 2.0**-100):
+                found = self.run(partial(dominant_basis, rank=9, **options), sample * scale)
+                assert found.dtype is torch.float32
+                torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
+                self.assert_orthonormal(found.T)
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    def test_entries_that_are_not_finite_count_as_zero(self, bad) -> None:
+        sample = normal(100, 90).bfloat16()
+        sample[5, 3:9] = bad
+        zeroed = torch.where(sample.isfinite(), sample, 0)
+        found, wanted = (self.run(lambda x: dominant_basis(x, 8), x) for x in (sample, zeroed))
+        assert torch.equal(found, wanted)
+        self.assert_orthonormal(found.T)
+
+    @pytest.mark.parametrize("sample", [torch.zeros(40, 30), torch.ones(40, 30), torch.eye(40, 30)])
+    def test_directions_that_a_sample_lacks(self, sample) -> None:
+        for products in (0, 3):
+            basis = self.run(lambda x, p=products: dominant_basis(x, 8, n_iter=p), sample)
+            self.assert_orthonormal(basis.T)
+
+    def test_equal_calls_give_equal_bits(self) -> None:
+        sample = normal(300, 70)
+        first, second = (self.run(lambda x: dominant_basis(x, 20), sample) for _ in range(2))
+        assert torch.equal(first, second)
+
+
+class TestInInterpreter(BasisCases):
+    device = "cpu"
