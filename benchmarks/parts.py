@@ -32,7 +32,6 @@ _WRAPPED: list[tuple[Any, str, str]] = [
     (operand, "unpack", QUANTIZE),
     (spectral, "pack", QUANTIZE),
     (spectral, "unpack", QUANTIZE),
-    (spectral, "find_subspace", SUBSPACE),
     (spectral, "find_basis", SUBSPACE),
     (spectral, "project", PROJECT),
     (Spectral, "with_factors", LOW_RANK),

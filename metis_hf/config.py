@@ -35,7 +35,7 @@ _MOST_NAMES = 10_000  # in a list or a mapping: more than any model has linear l
 _MOST_CHARACTERS = 10_000  # in all regular expressions of a config; plain names do not count
 # A ratio .9 of neighbouring singular values has become .9^129 = 1e-6 after 64 iterations.
 _INTEGERS = {  # field -> least, most
-    "rank": (1, _LARGEST), "rank_multiple": (1, _LARGEST), "oversample": (0, _LARGEST),
+    "rank": (1, _LARGEST), "rank_multiple": (1, _LARGEST),
     "keep_first_blocks": (0, _LARGEST), "keep_last_blocks": (0, _LARGEST), "n_iter": (0, 64),
     "subspace_interval": (1, 2**31 - 1), "subspace_refinements": (0, 64),
     "refresh_interval": (0, 2**63 - 1), "seed": (-(2**63), 2**63 - 1),
@@ -65,9 +65,7 @@ class MetisConfig:
             None takes the scheme's own (a quarter for "metis", all for "metis-paper").
         sample_frac: rows, or sums of rows, that the activation and gradient subspaces are estimated
             from, as a share of the tokens (paper: 1 % of sequences); at least
-            4 (rank + oversample), under `metis` 16.
-        oversample: extra columns of the random sketch, 0 to 2**24. The best directions are chosen
-            by eigenvectors; 0 takes the whole span, at a quarter of the finder's operations.
+            4 (rank + 8), under `metis` 16.
         n_iter: power iterations of the range finder, 0 to 64. Each costs time in every call.
         subspace_interval: optimizer steps for which layers keep the subspaces of inputs and output
             gradients, by MetisCallback or `layer_states.after_step`; 1 finds them in every call
@@ -129,8 +127,7 @@ class MetisConfig:
     rank_multiple: int | None = None
     gradient_rank_frac: float | None = None
     sample_frac: float = 0.01
-    oversample: int = 8
-    n_iter: int = 1
+    n_iter: int = 2
     subspace_interval: int = 1
     subspace_refinements: int = 0
     decompose: tuple[str, ...] | None = None
@@ -244,6 +241,8 @@ class MetisConfig:
                 f"this config has format_version {shown(version)}, the installed metis_hf reads "
                 f"up to {cls.format_version}; upgrade metis_hf"
             )
+        if values.pop("oversample", 0):  # up to 0.2: spare columns, for about a product's worth
+            values["n_iter"] = values.get("n_iter", 1) + 1
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:

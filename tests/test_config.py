@@ -145,7 +145,6 @@ REFUSED = [
     ({"keep_first_blocks": -1}, "keep_first_blocks=-1; expected an integer from 0"),
     ({"target_modules": [1]}, "target_modules=(1,); expected a string or a list of"),
     ({"n_iter": 10**9}, "n_iter=1000000000; expected an integer from 0 to 64"),
-    ({"oversample": 10**9}, "oversample=1000000000; expected an integer from 0 to 16777216"),
     ({"subspace_interval": 0}, "subspace_interval=0; expected an integer from 1 to"),
     ({"subspace_refinements": 2}, "subspace_refinements=2; expected 0, since subspace_interval=1"),
     ({"rank": 2**24 + 1}, "rank=16777217; expected None or an integer from 1 to"),

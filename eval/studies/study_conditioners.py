@@ -98,7 +98,7 @@ class WarmStarted(Spectral):
             found = super().split(x, key=key, row_mask=row_mask)
             self.last.append(found[2])
             return found
-        count = max(math.ceil(self.sample_frac * len(x)), fewest_rows(self.rank, self.oversample))
+        count = max(math.ceil(self.sample_frac * len(x)), fewest_rows(self.rank))
         rows = sample_rows(x, count, key.fold(4), row_mask).float()
         self.last[:] = [torch.linalg.qr(rows.T @ (rows @ self.last[0])).Q]
         return *project(x.float(), self.last[0]), self.last[0]

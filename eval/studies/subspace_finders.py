@@ -1,17 +1,21 @@
-"""Subspaces with and without a small eigenvalue problem, and kept ones: on a real model.
+"""Subspaces with and without singular vectors, and kept ones: energy, errors, a real model.
 
     python eval/studies/subspace_finders.py MODEL TEXT
 
 MODEL is a checkpoint of transformers, nothing is trained; TEXT has documents between lines of
-"<|endoftext|>". Writes eval/results/subspace-finders.json, whose trainings "from scratch" are of
-`metis-hf compare` with the settings of eval/results/width-96/compare.yaml and these variants.
+"<|endoftext|>". Writes eval/results/subspace-finders.json; `--from-scratch DIR` adds the losses of
+`metis-hf compare` from its directory.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,22 +24,59 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
+from metis_hf.operands.conditioners import spectral
 from metis_hf.training.layer_states import after_step
-from metis_hf.transforms.spectral import fewest_rotations, find_basis, find_subspace
+from metis_hf.transforms.spectral import (
+    dominant_basis,
+    dominant_subspace,
+    fewest_rows,
+    find_basis,
+    sum_rows,
+)
 
 OUT = Path(__file__).parents[1] / "results" / "subspace-finders.json"
 SEQUENCES, LENGTH = 4, 256
 MEASURED = 4  # batches
-RANKS = (15, 48, 96)
+RANKS = (6, 15, 48, 96)
+MODEL_RANKS = (15, 48)
 ROWS = 16  # sums of rows for each column of a sketch, as in `metis`
-FINDERS = {
-    "eigenvectors": {},
-    "one product": {"oversample": 0},
-    "one product, exact backward": {"oversample": 0, "high_precision": ("backward",)},
-    "two products": {"oversample": 0, "n_iter": 2},
+KEYS = 5
+# A sample [n c], the rank k and a noise key -> [c k]. "singular vectors": of a sketch with 8
+# columns to spare, the best directions of its span.
+FINDERS: dict[str, Callable[..., Tensor]] = {
+    "singular vectors, one product": partial(dominant_subspace, oversample=8, n_iter=1),
+    "one product": partial(dominant_basis, n_iter=1),
+    "two products": partial(dominant_basis, n_iter=2),
+    "three products": partial(dominant_basis, n_iter=3),
+}
+KEPT = {
     "kept": {"subspace_interval": 100},
     "kept, refined": {"subspace_interval": 100, "subspace_refinements": 1},
 }
+LAYERS = [
+    f"model.layers.{block}.{name}"
+    for block in (1, 5, 15, 25)
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+]
+
+
+def sums_of(x: Tensor, rank: int, key: Key) -> Tensor:
+    """Return the sums of rows that `metis` finds a subspace of x [t c] from."""
+    return sum_rows(x, max(-(-len(x) // 100), fewest_rows(rank, ROWS)), key.fold(4))
+
+
+@contextmanager
+def found_by(finder: str) -> Iterator[None]:
+    """Let layers find their subspaces by one of `FINDERS`."""
+
+    def find(x: Tensor, rank: int, *, key: Key, start: Tensor | None = None, **options) -> Tensor:
+        if start is not None:
+            return find_basis(x, rank, key=key, start=start, **options)
+        return FINDERS[finder](sums_of(x, rank, key), rank, key=key.fold(5))
+
+    with mock.patch.object(spectral, "find_basis", find):
+        yield
 
 
 def batches(model: str, text: str, count: int) -> list[Tensor]:
@@ -87,15 +128,62 @@ def on_a_model(path: str, text: str) -> dict[str, dict[str, list[float]]]:
     ]
     losses, gradients = losses_and_gradients(exact, names, ids)
     found = {}
-    for rank in RANKS:
-        for name, fields in FINDERS.items():
+    cases = [(name, name, {}) for name in FINDERS]
+    cases += [(name, "two products", fields) for name, fields in KEPT.items()]
+    for rank in MODEL_RANKS:
+        for name, finder, fields in cases:
             model = get_metis_model(load(), MetisConfig(rank=rank, **fields))
-            ours, steps = losses_and_gradients(model, names, ids)
+            with found_by(finder):
+                ours, steps = losses_and_gradients(model, names, ids)
             found[f"{name}, rank {rank}"] = {
                 "loss rise, %": [100 * (a / b - 1) for a, b in zip(ours, losses)],
                 "cosine": [cosine_similarity(a, b, dim=0).item() for a, b in zip(steps, gradients)],
             }
             print(name, rank, found[f"{name}, rank {rank}"], flush=True)
+    return found
+
+
+def rounding_errors(path: str, text: str) -> dict[str, dict[str, float]]:
+    """Return relative errors of layers' inputs and outputs in percent, by rank and finder.
+
+    Geometric means over layers; the input split and quantized, the weight exact. "turned": the
+    basis of the finder before, multiplied by a random orthogonal matrix.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: tuple[Tensor]) -> None:
+            inputs[name] = args[0].flatten(0, 1)
+
+        return hook
+
+    for name in LAYERS:
+        model.get_submodule(name).register_forward_pre_hook(keep(name))
+    with torch.no_grad():
+        model(input_ids=torch.cat(batches(path, text, 2)))
+    found = {}
+    for rank in RANKS:
+        logs: dict[str, list[Tensor]] = {}
+        for name, x in inputs.items():
+            weight = model.get_submodule(name).weight.detach()
+            bases = {
+                finder: find(sums_of(x, rank, Key(1)), rank, key=Key(2))
+                for finder, find in FINDERS.items()
+            }
+            random = torch.randn(rank, rank, generator=torch.Generator().manual_seed(0))
+            first = next(iter(bases))
+            bases[f"{first}, turned"] = bases[first] @ torch.linalg.qr(random).Q
+            for finder, v in bases.items():
+                split = spectral.Spectral(rank, rows=ROWS, summed=True)
+                with mock.patch.object(spectral, "find_basis", lambda *_, v=v, **__: v):
+                    x_hat = split(x, Quantizer(scale_rule="search"), dim=-1, key=Key(3))
+                y = x @ weight.T
+                errors = (x_hat - x).norm() / x.norm(), (x_hat @ weight.T - y).norm() / y.norm()
+                logs.setdefault(finder, []).append(torch.stack(errors).log())
+        for finder, each in logs.items():
+            of_x, of_y = (100 * torch.stack(each).mean(0).exp()).tolist()
+            found[f"{finder}, rank {rank}"] = {"input, %": of_x, "output, %": of_y}
     return found
 
 
@@ -105,7 +193,7 @@ def energy(x: Tensor, basis: Tensor) -> float:
 
 
 def without_a_gap(rows: int = 4096, columns: int = 512) -> dict[str, dict[str, float]]:
-    """Return the energy that finders hold, as a share of what the SVD holds, worst of five keys."""
+    """Return the energy that finders hold, as a share of what the SVD holds, worst of some keys."""
     random = torch.Generator().manual_seed(0)
     gaussian = torch.randn(rows, columns, generator=random, dtype=torch.float64)
     u, _, vh = torch.linalg.svd(gaussian, full_matrices=False)
@@ -117,39 +205,39 @@ def without_a_gap(rows: int = 4096, columns: int = 512) -> dict[str, dict[str, f
         squares = torch.linalg.svdvals(x).square()
         for rank in RANKS:
             best = (squares[:rank].sum() / squares.sum()).item()
-            shares: dict[str, list[float]] = {
-                finder: [] for finder in ("eigenvectors", "one product", "two products")
-            }
-            for key in map(Key, range(5)):
-                options = {"sample_frac": 0.01, "summed": True, "key": key}
-                shares["eigenvectors"].append(
-                    energy(
-                        x,
-                        find_subspace(
-                            x.float(),
-                            rank,
-                            min_rows=ROWS * (rank + 8),
-                            n_iter=1,
-                            rotations=fewest_rotations(rank + 8),
-                            **options,
-                        ),
-                    )
-                )
-                for finder, n_iter in (("one product", 1), ("two products", 2)):
-                    basis = find_basis(
-                        x.float(), rank, min_rows=ROWS * rank, n_iter=n_iter, **options
-                    )
-                    shares[finder].append(energy(x, basis))
+            shares: dict[str, list[float]] = {finder: [] for finder in FINDERS}
+            for key in map(Key, range(KEYS)):
+                sample = sums_of(x.float(), rank, key)
+                for finder, find in FINDERS.items():
+                    shares[finder].append(energy(x, find(sample, rank, key=key.fold(5))))
             found[f"{name}, rank {rank}"] = {
                 finder: min(values) / best for finder, values in shares.items()
             }
     return found
 
 
+def trainings(directory: Path) -> dict[str, dict[str, float]]:
+    """Return the held-out losses of a comparison's runs, by variant and seed."""
+    results = [json.loads(path.read_text()) for path in directory.glob("runs/*/*/result.json")]
+    losses: dict[str, dict[str, float]] = {}
+    for result in sorted(results, key=lambda each: (each["scheme"], each["seed"])):
+        losses.setdefault(result["scheme"], {})[f"seed {result['seed']}"] = result["loss"]
+    return losses
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("--from-scratch", type=Path, metavar="DIR")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    record = json.loads(OUT.read_text()) if OUT.exists() else {}  # keeps what trainings said
-    record["torch"] = torch.__version__
-    record["energy"] = without_a_gap()
-    record["model"] = on_a_model(*sys.argv[1:3])
+    record = json.loads(OUT.read_text()) if OUT.exists() else {}
+    if args.from_scratch:
+        record["from scratch"] = trainings(args.from_scratch)
+    else:
+        record["torch"] = torch.__version__
+        record["energy"] = without_a_gap()
+        record["errors"] = rounding_errors(args.model, args.text)
+        record["model"] = on_a_model(args.model, args.text)
     OUT.write_text(json.dumps(record, indent=1) + "\n")

@@ -22,7 +22,7 @@ from metis_hf.operands import (
 )
 from metis_hf.transforms.hadamard import SIZE, group_size, padded_shape
 from metis_hf.transforms.rotation import rotation_of
-from metis_hf.transforms.spectral import fewest_rotations, fewest_rows, sum_count
+from metis_hf.transforms.spectral import fewest_rows, sum_count
 
 Shape = tuple[int, int]
 
@@ -95,34 +95,22 @@ def _(conditioner: Requantized, shape, dim):
 def _(conditioner: Spectral, shape, dim):
     """Count the range finder on rows or sums of rows, then the projection of every row.
 
-    n sampled rows or sums of rows, sketch width w, rank k, p power iterations (Halko, Martinsson,
-    Tropp, arXiv 0909.4061, algorithms 4.4 and 5.1): sketch 2ncw; each iteration 4ncw; thin 2ncw,
-    made orthonormal nw^2, its Gram 2nw^2; rotation kw^2 + 2cwk. Factorizations, as in
-    `transforms.orthogonal`: Gram and triangular solve of each basis [w c] 3cw^2, the Gram of the
-    last again; eigenvectors: a basis of a Gram matrix 3w^3, each rotation four products and a solve
-    9w^3, the values 2w^3; a Cholesky factor w^3/3. Then all t rows: projection 2tck, low-rank part
-    2tck, subtraction and addition.
-
-    Without extra columns w = k, and there is no thin matrix, eigenproblem or rotation: the last
-    basis is made orthonormal once more, 3ck^2. A kept basis (`subspace_interval`) is found in one
-    of that many steps; in the others each refinement is an iteration without a sketch.
+    n sampled rows or sums of rows, rank k, p power iterations (Halko, Martinsson, Tropp, arXiv
+    0909.4061, algorithm 4.4): sketch 2nck; each iteration 4nck. Factorizations, as in
+    `transforms.orthogonal`: Gram matrix and triangular solve of each basis [k c] 3ck^2, of the last
+    one twice, a Cholesky factor k^3/3. Then all t rows: projection 2tck, low-rank part 2tck,
+    subtraction and addition. A kept basis (`subspace_interval`) is found in one of that many steps;
+    in the others each refinement is an iteration without a sketch.
     """
     t, c = shape
     k = min(conditioner.rank, t, c)
-    n = _sample_size(conditioner, t, k, conditioner.oversample)
-    w = min(k + conditioner.oversample, n, c)
-    p, turns = conditioner.n_iter, fewest_rotations(w)
-    subspace, factorization = 2.0 * n * c * w * (1 + 2 * p), (p + 1) * 3.0 * c * w * w
-    if conditioner.oversample:
-        subspace += 2.0 * n * c * w + 3.0 * n * w * w + (w + 2.0 * c) * w * k
-        factorization += 2.0 * c * w * w + (3.0 + 9.0 * turns + 2.0) * w**3
-        factorization += (p + 3 + turns) * w**3 / 3
-    else:
-        factorization += 3.0 * c * w * w + (p + 2) * w**3 / 3
+    n = _sample_size(conditioner, t, k)
+    p, one_basis = conditioner.n_iter, 3.0 * c * k * k + k**3 / 3
+    subspace, factorization = 2.0 * n * c * k * (1 + 2 * p), (p + 2) * one_basis
     if conditioner.reuse is not None:
         share, p = 1 / conditioner.reuse.interval, conditioner.reuse.refinements
-        products = 4.0 * _sample_size(conditioner, t, k, 0) * c * k * p
-        bases = (p + 1) * (3.0 * c * k * k + k**3 / 3) if p else 0.0
+        products = 4.0 * n * c * k * p
+        bases = (p + 1) * one_basis if p else 0.0
         subspace = share * subspace + (1 - share) * products
         factorization = share * factorization + (1 - share) * bases
     encode = {
@@ -134,9 +122,7 @@ def _(conditioner: Spectral, shape, dim):
     return ConditionerCost(encode, low_rank=k)
 
 
-def _sample_size(conditioner: Spectral, t: int, k: int, oversample: int) -> int:
+def _sample_size(conditioner: Spectral, t: int, k: int) -> int:
     """Return the rows, or sums of rows, of t that a subspace of k directions is found from."""
-    rows = max(
-        int(conditioner.sample_frac * t + 0.999999), fewest_rows(k, oversample, conditioner.rows), k
-    )
+    rows = max(int(conditioner.sample_frac * t + 0.999999), fewest_rows(k, conditioner.rows), k)
     return sum_count(t, rows) if conditioner.summed else min(rows, t)

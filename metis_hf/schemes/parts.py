@@ -204,7 +204,6 @@ def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
     return Spectral(
         rank=rank,
         sample_frac=config.sample_frac,
-        oversample=config.oversample,
         n_iter=config.n_iter,
         compensated=compensated,
     )

@@ -18,7 +18,6 @@ _TRIED: dict[str, tuple[Any, ...]] = {
     "rank_multiple": (1, 64),
     "gradient_rank_frac": (0.1, 0.9),
     "sample_frac": (0.02, 0.9),
-    "oversample": (1, 9),
     "n_iter": (0, 3),
     "subspace_interval": (1, 2),
     "subspace_refinements": (0, 1),

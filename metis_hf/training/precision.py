@@ -27,7 +27,6 @@ CHANGEABLE = (
     "scheme",
     "scheme_pattern",
     "sample_frac",
-    "oversample",
     "n_iter",
     "subspace_interval",
     "subspace_refinements",

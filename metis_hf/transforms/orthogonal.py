@@ -1,13 +1,11 @@
-"""Orthonormal rows, and eigenvectors of small matrices, without waiting for the device.
+"""Orthonormal rows without waiting for the device.
 
-Householder QR and `eigh` read a status back from CUDA devices. Here are a fixed number of products
+Householder QR reads a status back from CUDA devices. Here are a fixed number of products
 and Cholesky factorizations, the same on every device. Gram matrices, and all that is small, are
 fp64.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +20,6 @@ _SHIFT = 2.0**-40
 # a Gram matrix, above the errors of fp64.
 _TRACE = {torch.float32: 2.0**-20, torch.float64: 2.0**-26}
 _ZERO = 1e-18  # length of a row that counts as 0: the squares of its entries leave fp32
-# Difference of eigenvalues, in units of their sum, below which they count as equal.
-_TIE = 2.0**-40
-_LARGEST_TANGENT = 0.5
 _WIDEST_BLOCK = 128  # rows, whose Gram matrix one program of a GPU holds
 
 
@@ -65,36 +60,3 @@ def gram_factor(y: Tensor) -> Tensor:
     gram = y @ y.T
     gram.diagonal().mul_(1 + _SHIFT)
     return cholesky_ex(gram).L
-
-
-def eigenvectors(matrix: Tensor, rotations: int) -> Tensor:
-    """Return the eigenvectors of a positive semidefinite matrix, by decreasing eigenvalue.
-
-    A step of orthogonal iteration separates what is far apart. Jacobi's rotations of all pairs of
-    vectors at once then converge quadratically (as the refinement by Ogita and Aishima does, Japan
-    J. Indust. Appl. Math. 35, 1007, 2018).
-
-    Args:
-        matrix: [w w] fp64, w up to a hundred or so.
-        rotations: how many times all pairs are rotated. After a few, vectors of nearly equal
-            eigenvalues are still mixed.
-
-    Returns:
-        [w w] fp64, a vector in each row; orthonormal, whatever the matrix.
-    """
-    width = len(matrix)
-    options: dict[str, Any] = {"dtype": matrix.dtype, "device": matrix.device}
-    vectors = next_basis(matrix)
-    tie = matrix.diagonal().sum().clamp_min_(_ZERO) * _TIE
-    ramp = torch.arange(width, **options).mul_(tie)
-    for _ in range(rotations):
-        similar = vectors @ matrix @ vectors.T
-        values = similar.diagonal() - ramp
-        # Tangents of Jacobi's angles, to first order. Tangents of close pairs are too large, and a
-        # smaller bound than their 1 converges faster where there are many.
-        turn = similar.div_(values[:, None] - values).clamp_(-_LARGEST_TANGENT, _LARGEST_TANGENT)
-        turned = turn.fill_diagonal_(1) @ vectors
-        factor = cholesky_ex(turned @ turned.T).L
-        vectors = solve_triangular(factor, turned, upper=False)
-    values = (vectors @ matrix).mul_(vectors).sum(1)
-    return vectors.index_select(0, values.argsort(descending=True, stable=True))

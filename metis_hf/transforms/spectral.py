@@ -2,8 +2,7 @@
 
 Activations and gradients: the dominant right subspace is found from a few sampled rows, or from a
 few sums of rows, then the whole matrix is projected on it. Weights: the same with every row, more
-power iterations and an exact SVD of the thin part. A split that needs a subspace and no singular
-vectors takes `find_basis`. Nothing here quantizes.
+power iterations and an exact SVD of the thin part. Nothing here quantizes.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.linalg import solve_triangular
 from torch.nn.functional import embedding_bag
 
 from metis_hf.noise import Key, uniform
 from metis_hf.numerics.kernels.choice import kernels_for
 from metis_hf.numerics.kernels.layout import DTYPES
-from metis_hf.transforms.orthogonal import eigenvectors, gram_factor, next_basis
+from metis_hf.transforms.orthogonal import next_basis
 from metis_hf.transforms.products import project
 
-ROTATIONS = 10  # after which only vectors of equal eigenvalues are still mixed
 _DEFAULT_KEY = Key(0)
 
 
@@ -128,23 +125,18 @@ def dominant_subspace(
     *,
     oversample: int = 8,
     n_iter: int = 2,
-    rotations: int = ROTATIONS,
     key: Key = _DEFAULT_KEY,
 ) -> Tensor:
-    """Return an orthonormal basis of the leading right singular vectors (randomized range finder).
+    """Return the leading right singular vectors of a sample (randomized SVD).
 
-    Halko, Martinsson, Tropp (arXiv 0909.4061), algorithms 4.4 and 5.1, by means that never wait
-    for the device (`orthogonal`). Non-finite entries count as zero here: they show in the
-    projection, and the basis stays usable. Directions that the sample lacks are filled up with
-    arbitrary ones.
+    Halko, Martinsson, Tropp (arXiv 0909.4061), algorithms 4.4 and 5.1. Waits for the device;
+    `dominant_basis` does not. Entries that are not finite count as zero.
 
     Args:
         sample: [n c]
         rank: k, at most min(n, c).
         oversample: extra sketch columns, dropped at the end.
         n_iter: power iterations; each sharpens the spectrum by a square.
-        rotations: of the small eigenvalue problem at the end. With `fewest_rotations` the basis
-            holds nearly the same energy; which vector is which of close singular values takes more.
         key: noise key of the sketch.
 
     Returns:
@@ -152,29 +144,27 @@ def dominant_subspace(
     """
     sample = _in_range(sample)
     basis = _power_basis(sample, min(rank + oversample, *sample.shape), n_iter, key)  # [w c]
-    # What is missing to orthonormality goes into the small eigenvalue problem.
-    factor = gram_factor(basis)
-    thin = solve_triangular(factor, (basis @ sample.T).double(), upper=False)  # [w n]
-    vectors = eigenvectors(thin @ thin.T, rotations)[:rank]
-    rotation = solve_triangular(factor, vectors, upper=False, left=False)  # [k w]
-    return (rotation.to(basis.dtype) @ basis).T
+    vh = torch.linalg.svd(sample @ basis.T, full_matrices=False).Vh  # [w w]
+    return (vh[:rank] @ basis).T
 
 
 def dominant_basis(
     sample: Tensor,
     rank: int,
     *,
-    n_iter: int = 1,
+    n_iter: int = 2,
     key: Key = _DEFAULT_KEY,
     start: Tensor | None = None,
 ) -> Tensor:
     """Return an orthonormal basis of nearly the leading right singular subspace, in no order.
 
-    The sketch has exactly `rank` columns, so there is nothing to choose from it, and no eigenvalue
-    problem: `n_iter` products with the Gram matrix of the sample, and a Cholesky QR after the
-    sketch, after each product and at the end. Rounding leaves the basis off orthonormality by some
-    1e-6. Entries that are not finite, and directions that the sample lacks, as in
-    `dominant_subspace`.
+    A sketch of exactly `rank` columns, `n_iter` products with the Gram matrix of the sample, and a
+    Cholesky QR after the sketch and after each product: subspace iteration (Halko, Martinsson,
+    Tropp, arXiv 0909.4061, algorithm 4.4), and no eigenvalue problem after it. Nothing waits for
+    the device. A split is exact in any basis, and its rounding errors are as large in one as in
+    another of the same span. Rounding leaves the basis off orthonormality by some 1e-6. Entries
+    that are not finite count as zero here: they show in the projection, and the basis stays
+    usable. Directions that the sample lacks are filled up with arbitrary ones.
 
     Args:
         sample: [n c]
@@ -189,10 +179,10 @@ def dominant_basis(
     """
     sample = _in_range(sample)
     if start is None:
-        return _power_basis(sample, rank, n_iter, key, passes=2).T
+        return _power_basis(sample, rank, n_iter, key).T
     first = start.T.to(sample.dtype)
     trace = 2.0**-20 * torch.eye(*first.shape, dtype=first.dtype, device=first.device)
-    return _powers(sample, first + trace, n_iter, passes=2).T
+    return _powers(sample, first + trace, n_iter).T
 
 
 def _in_range(sample: Tensor) -> Tensor:
@@ -210,56 +200,23 @@ def _in_range(sample: Tensor) -> Tensor:
     return sample.div_(torch.maximum(largest, -least).clamp_min_(torch.finfo(dtype).tiny))
 
 
-def _power_basis(sample: Tensor, width: int, n_iter: int, key: Key, *, passes: int = 1) -> Tensor:
-    """Return a nearly orthonormal basis [w c] of a random sketch after some power iterations."""
+def _power_basis(sample: Tensor, width: int, n_iter: int, key: Key) -> Tensor:
+    """Return an orthonormal basis [w c] of a random sketch after some power iterations."""
     sketch = uniform((len(sample), width), key, sample.device).sub_(0.5).to(sample.dtype)  # [n w]
-    basis = next_basis(sketch.T @ sample, passes=1 if n_iter else passes)
-    return _powers(sample, basis, n_iter, passes=passes)
+    basis = next_basis(sketch.T @ sample, passes=1 if n_iter else 2)
+    return _powers(sample, basis, n_iter)
 
 
-def _powers(sample: Tensor, basis: Tensor, n_iter: int, *, passes: int) -> Tensor:
-    """Return a basis [w c] after some products with the sample's Gram matrix.
-
-    Args:
-        passes: of the factorization after the last product.
-    """
+def _powers(sample: Tensor, basis: Tensor, n_iter: int) -> Tensor:
+    """Return an orthonormal basis [w c] after some products with the sample's Gram matrix."""
     for left in reversed(range(n_iter)):
-        y = basis @ sample.T @ sample
-        basis = next_basis(y, basis, passes=1 if left else passes)
+        basis = next_basis(basis @ sample.T @ sample, basis, passes=1 if left else 2)
     return basis
 
 
-def fewest_rows(rank: int, oversample: int, per_column: int = 4) -> int:
-    """Return the fewest rows to estimate a rank-k subspace from: 4 (k + oversample) by default."""
-    return per_column * (rank + oversample)
-
-
-def fewest_rotations(width: int) -> int:
-    """Return with how many rotations a sketch of that width loses no energy that would matter."""
-    return max(5, width.bit_length() - 1)
-
-
-def find_subspace(
-    x: Tensor,
-    rank: int,
-    *,
-    sample_frac: float = 1.0,
-    min_rows: int = 0,
-    oversample: int = 8,
-    n_iter: int = 2,
-    rotations: int = ROTATIONS,
-    key: Key = _DEFAULT_KEY,
-    row_mask: Tensor | None = None,
-    summed: bool = False,
-) -> Tensor:
-    """Find the dominant right subspace v [c k] of `x` [t c], for a split.
-
-    From sampled rows (`sample_rows`) or, if `summed`, from sums of rows (`sum_rows`).
-    """
-    sample = _choose(x, rank, sample_frac, min_rows, key, row_mask, summed)
-    return dominant_subspace(
-        sample, rank, oversample=oversample, n_iter=n_iter, rotations=rotations, key=key.fold(5)
-    )
+def fewest_rows(rank: int, per_column: int = 4) -> int:
+    """Return the fewest rows to estimate a rank-k subspace from: 4 (k + 8) by default."""
+    return per_column * (rank + 8)
 
 
 def find_basis(
@@ -268,32 +225,24 @@ def find_basis(
     *,
     sample_frac: float = 1.0,
     min_rows: int = 0,
-    n_iter: int = 1,
+    n_iter: int = 2,
     key: Key = _DEFAULT_KEY,
     row_mask: Tensor | None = None,
     summed: bool = False,
     start: Tensor | None = None,
 ) -> Tensor:
-    """Find a basis [c k] of nearly the dominant right subspace of `x` [t c], in no order.
+    """Find a basis [c k] of nearly the dominant right subspace of `x` [t c], for a split.
 
-    As `find_subspace`, by `dominant_basis`.
+    From sampled rows (`sample_rows`) or, if `summed`, from sums of rows (`sum_rows`), by
+    `dominant_basis`.
     """
-    sample = _choose(x, rank, sample_frac, min_rows, key, row_mask, summed)
+    count = _sample_size(x, rank, sample_frac, min_rows)
+    sample = (sum_rows if summed else sample_rows)(x, count, key.fold(4), row_mask)
     return dominant_basis(sample, rank, n_iter=n_iter, key=key.fold(5), start=start)
 
 
-def _choose(
-    x: Tensor,
-    rank: int,
-    sample_frac: float,
-    min_rows: int,
-    key: Key,
-    row_mask: Tensor | None,
-    summed: bool,
-) -> Tensor:
-    """Return the rows of `x`, or sums of rows, that a subspace is found from."""
-    count = max(int(sample_frac * x.shape[0] + 0.999999), min_rows, rank)
-    return (sum_rows if summed else sample_rows)(x, count, key.fold(4), row_mask)
+def _sample_size(x: Tensor, rank: int, sample_frac: float, min_rows: int) -> int:
+    return max(int(sample_frac * x.shape[0] + 0.999999), min_rows, rank)
 
 
 def spectral_split(
@@ -337,16 +286,9 @@ def spectral_split(
     if not 0 < sample_frac <= 1:
         raise ValueError(f"sample_frac={sample_frac} is not a share of the rows; choose 0 < f <= 1")
     with torch.autocast(x.device.type, enabled=False):
-        v = find_subspace(
-            x,
-            rank,
-            sample_frac=sample_frac,
-            min_rows=min_rows,
-            oversample=oversample,
-            n_iter=n_iter,
-            key=key,
-            row_mask=row_mask,
-        )
+        count = _sample_size(x, rank, sample_frac, min_rows)
+        sample = sample_rows(x, count, key.fold(4), row_mask)
+        v = dominant_subspace(sample, rank, oversample=oversample, n_iter=n_iter, key=key.fold(5))
         x = x.detach().to(v.dtype)
         u, s = project(x, v)
         order = s.argsort(descending=True, stable=True)

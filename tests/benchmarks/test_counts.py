@@ -13,8 +13,7 @@ pytestmark = pytest.mark.skipif(
     reason="triton is not installed, or interprets kernels",
 )
 # Beside these an H200 starts four more: a copy of the input by a script that measures, and
-# three of cuBLAS. Under "metis" it starts 200 more, for Cholesky factors and small solves,
-# which kept subspaces do without.
+# three of cuBLAS.
 MOST = {
     "nn.Linear": 3,
     "nvfp4-rne": 14,
@@ -22,7 +21,7 @@ MOST = {
     "nvidia": 15,
     "four-over-six": 15,
     "quartet2": 19,
-    "metis": 294,
+    "metis": 112,
     "metis, kept subspaces": 57,
 }
 

@@ -37,7 +37,7 @@ class TestModelCard:
         assert {"metis", "fp4-training", "nvfp4", "scheme:metis"} == set(card.data.tags)
         assert card.data.license is None
         assert "| rank | **`8`** |" in card.text
-        assert "| n_iter | `1` |" in card.text
+        assert "| n_iter | `2` |" in card.text
         assert "14 layers converted" in card.text
         assert "| piqa / acc | 0.625 |\n| loss | 3.25 |" in card.text
         code = card.text.split("```python\n")[1].split("```")[0]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.transforms.products import project
-from metis_hf.transforms.spectral import find_subspace
+from metis_hf.transforms.spectral import find_basis
 from numerics.helpers import seeded
 
 
@@ -38,7 +38,7 @@ def test_coordinates(dtype) -> None:
 def test_on_a_gpu_it_is_as_exact_as_fp32(width) -> None:
     x = torch.randn(2048, 768, generator=seeded(0)).bfloat16()
     x[::100] *= 1000
-    v = find_subspace(x.float(), width, key=Key(1))
+    v = find_basis(x.float(), width, key=Key(1))
     wanted = exact(x, v)
     for one, other, single in zip(project(x.cuda(), v.cuda()), wanted, project(x.float(), v)):
         error = (one.cpu().double() - other).abs().max()

@@ -31,7 +31,7 @@ from metis_hf.noise import Key
 from metis_hf.schemes import Role, layer_rank
 from metis_hf.transforms.hadamard import hadamard_matrix
 from metis_hf.transforms.rotation import rotate_all, rotation_of
-from metis_hf.transforms.spectral import fewest_rotations, fewest_rows, find_subspace
+from metis_hf.transforms.spectral import fewest_rows, find_basis
 from operands.operand_table import (
     IN,
     OPERANDS,
@@ -178,15 +178,13 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             rank = math.ceil(rank / 4)
         rank = min(rank, *tensor.shape)
         compensated = layer.config.scheme == "metis"
-        basis = find_subspace(
+        basis = find_basis(
             tensor,
             rank,
             sample_frac=sample_frac,
-            min_rows=fewest_rows(rank, layer.config.oversample, 16 if compensated else 4),
+            min_rows=fewest_rows(rank, 16 if compensated else 4),
             summed=compensated,
-            oversample=layer.config.oversample,
             n_iter=layer.config.n_iter,
-            rotations=fewest_rotations(min(rank + layer.config.oversample, *tensor.shape)),
             key=key,
         )
         return spectral_operand(recording, array(tensor), table[slot], array(basis))

@@ -20,12 +20,7 @@ from metis_hf.operands.conditioner import (
 )
 from metis_hf.operands.conditioners.kept_subspace import KeptSubspace, Reuse, Subspaces
 from metis_hf.transforms.products import project
-from metis_hf.transforms.spectral import (
-    fewest_rotations,
-    fewest_rows,
-    find_basis,
-    find_subspace,
-)
+from metis_hf.transforms.spectral import fewest_rows, find_basis
 
 
 @dataclass(frozen=True)
@@ -37,9 +32,6 @@ class Spectral(Conditioner):
     Args:
         rank: k; fewer where the matrix has fewer rows or columns.
         sample_frac: share of rows that the subspace is estimated from.
-        oversample: extra sketch columns. With some, the best directions of the sketch are chosen,
-            by eigenvectors of a small matrix; with 0, its whole span is taken
-            (`transforms.spectral.find_basis`), at a fraction of the operations.
         n_iter: power iterations.
         rows: sampled rows, or sums of rows, for each column of the sketch, at least.
         summed: from sums of rows with random signs, in which every row takes part
@@ -54,8 +46,7 @@ class Spectral(Conditioner):
 
     rank: int
     sample_frac: float = 0.01
-    oversample: int = 8
-    n_iter: int = 1
+    n_iter: int = 2
     rows: int = 4
     summed: bool = False
     compensated: bool = True
@@ -169,9 +160,6 @@ class Spectral(Conditioner):
             encoded = encoded._replace(low=low)
         return encoded, shape
 
-    def _fewest(self, rank: int) -> int:
-        return fewest_rows(rank, self.oversample, self.rows)
-
     @staticmethod
     def _low(
         packed: Sequence[Any], quantizer: Quantizer, *, dim: int, shape: tuple[int, int]
@@ -226,24 +214,14 @@ class Spectral(Conditioner):
         rank = _least(self.rank, *x.shape)
         rows: dict[str, Any] = {
             "sample_frac": self.sample_frac,
-            "min_rows": self._fewest(rank),
+            "min_rows": fewest_rows(rank, self.rows),
             "key": key,
             "row_mask": row_mask,
             "summed": self.summed,
         }
         if start is not None:
             assert self.kept is not None
-            rows["min_rows"] = fewest_rows(start.shape[1], 0, self.rows)
             return find_basis(x, start.shape[1], n_iter=self.kept.refinements, start=start, **rows)
-        if self.oversample:
-            return find_subspace(
-                x,
-                rank,
-                oversample=self.oversample,
-                n_iter=self.n_iter,
-                rotations=fewest_rotations(_least(rank + self.oversample, *x.shape)),
-                **rows,
-            )
         return find_basis(x, rank, n_iter=self.n_iter, **rows)
 
 
