@@ -46,8 +46,20 @@ def launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **argume
     found = _parameters.get(id(kernel))
     if found is None:
         found = _parameters[id(kernel)] = kernel, [(p.name, _kind(p)) for p in kernel.params]
-    values = [arguments[name] for name, _ in found[1]]
-    key = (id(kernel), *(_described(v, kind) for v, (_, kind) in zip(values, found[1])))
+    values: list[Any] = []
+    described: list[Hashable] = [id(kernel)]
+    for name, kind in found[1]:
+        value = arguments[name]
+        values.append(value)
+        if kind == _CONSTANT or value is None:
+            described += (type(value), value)  # 1, 1.0 and True are other code
+        elif isinstance(value, Tensor):
+            described += (value.dtype, value.get_device(), value.data_ptr() % _ALIGNED == 0)
+        elif kind == _PLAIN:
+            described.append(-(2**31) <= value < 2**31)
+        else:
+            described += (-(2**31) <= value < 2**31, value == 1, value % _ALIGNED == 0)
+    key = tuple(described)
     compiled = _compiled.get(key)
     if compiled is not None:
         try:
@@ -65,13 +77,3 @@ def _kind(parameter: Any) -> int:
     if parameter.is_constexpr:
         return _CONSTANT
     return _PLAIN if parameter.do_not_specialize else _DESCRIBED
-
-
-def _described(value: Any, kind: int) -> Hashable:
-    """Return the properties of an argument that compiled code depends on."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.get_device(), value.data_ptr() % _ALIGNED == 0
-    if value is None or kind == _CONSTANT:
-        return type(value), value  # 1, 1.0 and True are other code
-    short = -(2**31) <= value < 2**31
-    return short if kind == _PLAIN else (short, value == 1, value % _ALIGNED == 0)
