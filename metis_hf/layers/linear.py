@@ -351,7 +351,7 @@ class MetisLinear(MetisLayer):
         else:
             factors = self.weight_form.stored(w, self.key, w.dtype)
         for name, factor in zip(self.weight_form.names, factors):
-            param = nn.Parameter(factor.contiguous(), weight.requires_grad)
+            param = nn.Parameter(_owned(factor), weight.requires_grad)
             self.register_parameter(name, param)
         self.bias = None if bias is None else _parameter(bias)
         self._register_state()
@@ -367,6 +367,16 @@ class MetisLinear(MetisLayer):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}"
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor that fills its storage: safetensors refuses views of larger ones.
+
+    A slice keeps the whole of the tensor that it is cut from in memory, and `torch.save` writes it.
+    """
+    tensor = tensor.contiguous()
+    fills = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if fills else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

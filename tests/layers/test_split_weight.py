@@ -6,7 +6,9 @@ import pytest
 import torch
 import transformers
 from conftest import llama
+from safetensors.torch import load_model, save_model
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from layers.layer_tools import DEPLOYED, layer_of, of_each_kind
 from metis_hf import (
@@ -18,6 +20,7 @@ from metis_hf import (
     refresh,
     scheme_names,
 )
+from metis_hf.layers.make import convert_linear
 from metis_hf.schemes import Role, build_scheme
 
 SPLIT_BY_THEMSELVES = {"bf16-split", "metis-paper", "svdquant"}
@@ -40,6 +43,25 @@ def test_form():
         elif scheme not in DEPLOYED:
             assert layer.weight_form.compensated
             torch.testing.assert_close(layer.u.square().mean(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_tensors_fill_their_storages(scheme, dtype, tmp_path):
+    """Parameters and state: safetensors and accelerate refuse to load views of larger storages."""
+    for split in (None,) if scheme in DEPLOYED else (None, True):
+        for linear in (nn.Linear(IN, OUT, dtype=dtype), Conv1D(OUT, IN).to(dtype)):
+            config = MetisConfig(scheme=scheme, split_weight=split, rank=8 if split else None)
+            layer = convert_linear(linear, config, name="layer")
+            for _ in range(2):  # as converted, and after a call
+                state = layer.state_dict()
+                for tensor in state.values():
+                    assert tensor.is_contiguous()
+                    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+                assert len({tensor.data_ptr() for tensor in state.values()}) == len(state)
+                save_model(layer, tmp_path / "layer.safetensors")
+                assert load_model(layer, tmp_path / "layer.safetensors") == (set(), [])
+                layer.train()(torch.randn(TOKENS, IN, dtype=dtype))
 
 
 @pytest.mark.parametrize("scheme", sorted({*of_each_kind(scheme_names())} - DEPLOYED))
