@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.layers.call_input import check_dtype, check_input, gemm_dtype
+from metis_hf.layers.calls import Calls
 from metis_hf.layers.casts import as_integers
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
 from metis_hf.layers.native import NativePlan, obstacle, obstacle_of_call, refusal
@@ -67,6 +68,7 @@ class MetisLayer(nn.Module):
         self.shards: Shards | None = None  # under transformers' tensor parallelism
         self.reused_weight: KeptWeight | None = None  # see `weight_reuse`
         self.evaluation_weight = KeptWeight(in_evaluation=True)
+        self.calls = Calls()
         self.origin: Any = None  # what conversion has to make of it again, if no plain nn.Linear
 
     @property
@@ -179,6 +181,7 @@ class MetisLayer(nn.Module):
 
     def forward(self, input: Tensor, row_mask: Tensor | None = None) -> Tensor:
         """Map x [... i], the input, to [... o]; row_mask [t] bool: which rows may be sampled."""
+        self.calls.note()
         x, scheme = input, self.active_scheme()
         if scheme.is_high_precision:
             return self._high_precision(x)

@@ -322,7 +322,8 @@ def _refuse_unseen(seen: dict[str, _Seen]) -> None:
         raise UnseenLayers(
             f"{some(unseen, 3)} saw no token, or NaN or inf in every batch, so there is nothing to "
             "make a scale of; run more text through the model (an expert sees the tokens of its "
-            "router alone), or leave the layer out with exclude_modules"
+            "router alone), or leave the layer out with exclude_modules (a model may read its "
+            "weight without calling it)"
         )
 
 

@@ -1,9 +1,10 @@
 """MetisCallback: what a quantized run needs from Trainer besides the training itself.
 
-It checks model and optimizer at the start, decomposes split weights again, does what schemes with a
-state need after each step, and measures spectral health and quantization noise: means go to
-Trainer's own logs (a summary to the console), figures of each layer to `metis_health.jsonl`.
-Trainer's log entries go to `metis_log.jsonl`. `metis-hf report` makes a page of these files.
+It checks model and optimizer at the start, names layers that the first step does not call,
+decomposes split weights again, does what schemes with a state need after each step, and measures
+spectral health and quantization noise: means go to Trainer's own logs (a summary to the console),
+figures of each layer to `metis_health.jsonl`. Trainer's log entries go to `metis_log.jsonl`.
+`metis-hf report` makes a page of these files.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from metis_hf.training.start_checks import (
     check_optimizer,
     check_precision,
 )
+from metis_hf.training.uncalled import forget_calls, warn_of_uncalled
 from metis_hf.training.weight_reuse import hold, release
 
 logger = logging.get_logger(__name__)
@@ -107,7 +109,7 @@ class MetisCallback(ResumeGuard):
         self._record: dict[str, Any] = {}  # of the running step, for the health file
         self._precision: dict[str, Any] = {}
         self._trial_directory: Path | None = None
-        self._begun = False
+        self._begun = self._is_first = False  # `_is_first`: the step of this process that runs
         self._early: list[dict[str, Any]] = []  # log entries of before the training
 
     def state(self) -> dict[str, Any]:
@@ -216,7 +218,7 @@ class MetisCallback(ResumeGuard):
             write_run(directory, made)
             for entry in [] if state.global_step else self._early:
                 append_log(directory, entry)
-        self._begun = True
+        self._begun = self._is_first = True
 
     def _first_step_to_freeze(self, model: nn.Module, state: TrainerState) -> int | None:
         """Return the step after which scales are fixed; None where nothing is left to do."""
@@ -248,6 +250,8 @@ class MetisCallback(ResumeGuard):
         return None if scales_are_fixed(model) else state.global_step + 1  # a resumed run
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
+        if self._is_first:
+            forget_calls(self._layers)
         if self._reuses_weights:
             hold(self._model)
         step = state.global_step + 1
@@ -264,6 +268,9 @@ class MetisCallback(ResumeGuard):
     def on_step_end(
         self, args, state, control, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
+        if self._is_first and state.is_world_process_zero:
+            warn_of_uncalled(self._model, self._layers)
+        self._is_first = False
         # Here the gradients are gone, and logging, evaluation and saving come after: what they
         # see is consistent. Nothing accumulated refers to the old factors.
         if self._refresh_every and not self._knows_moments and optimizer is not None:

@@ -16,6 +16,7 @@ import transformers
 from conftest import VOCAB
 from design import named, thinned
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from layers.layer_tools import layer_of
 from metis_hf import (
@@ -126,6 +127,23 @@ def test_dynamo_traces_one_graph(scheme):
     expected = step(layer)
     counter = CompileCounterWithBackend("eager")
     assert same(step(torch.compile(layer, backend=counter, fullgraph=True)), expected)
+    assert counter.frame_count == 1
+
+
+def test_calls_are_noted_while_they_are_traced():
+    """Without a graph break, also where activations are recomputed, and without a guard."""
+    _, layer = layer_of("bf16")
+    _, idle = layer_of("bf16")
+
+    def step(x):
+        return checkpoint(layer, x, use_reentrant=False) if len(x) else idle(x)
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for _ in range(2):
+        layer.calls.forget()
+        compiled(torch.ones(4, 48)).sum().backward()
+        assert (layer.calls.any, idle.calls.any) == (True, False)
     assert counter.frame_count == 1
 
 

@@ -1,4 +1,4 @@
-"""What MetisCallback refuses, and what it says of NaN."""
+"""What MetisCallback refuses, and what it says of NaN and of layers that nothing calls."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from peft import LoraConfig, get_peft_model
 
@@ -13,6 +15,7 @@ from metis_hf import (
     MetisCallback,
     MetisConfig,
     MetisLinear,
+    MetisTrainer,
     get_metis_model,
     metis_layers,
     refresh,
@@ -145,3 +148,87 @@ class TestErrors:
         assert made.state.log_history[0]["metis/nonfinite_tensors"] > 0
         assert "step 1: NaN or inf in model.layers.0.mlp.down_proj (activation)," in caplog.text
         assert [record["step"] for record in lines(tmp_path, HEALTH_FILE)] == [1, 2]
+
+
+class FusedHead:
+    """Computes the loss of a trainer from the head's weight, as fused losses do."""
+
+    def compute_loss(self, model, inputs, **_):
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        hidden = inner.model(inputs["input_ids"]).last_hidden_state
+        logits = F.linear(hidden, inner.lm_head.weight)
+        return F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+
+class PlainFused(FusedHead, transformers.Trainer):
+    pass
+
+
+class MetisFused(FusedHead, MetisTrainer):
+    pass
+
+
+class CallsBefore(transformers.TrainerCallback):
+    """Calls every layer in a step, without gradients: generation and evaluation do so."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            model(torch.arange(8)[None])
+
+
+HEAD = {"target_modules": ["lm_head", "q_proj"]}
+UNCALLED = "the first step called 1 of 2 converted layers, and not lm_head."
+
+
+class TestUncalledLayers:
+    @pytest.mark.parametrize("health_interval", [0, 1])
+    @pytest.mark.parametrize("cls", [PlainFused, MetisFused])
+    def test_a_head_that_the_loss_only_reads_is_named_once(
+        self, cls, health_interval, tmp_path, caplog
+    ):
+        callbacks = [MetisCallback(health_interval), CallsBefore()]
+        for _ in range(2):  # of each run, whatever was called before it
+            caplog.clear()
+            model = converted("nvfp4", **HEAD)
+            model(torch.arange(8)[None])
+            trainer(tmp_path, model, callbacks, cls=cls, max_steps=2).train()
+            assert caplog.text.count(UNCALLED) == 1
+
+    def test_a_head_that_is_called_is_not(self, tmp_path, caplog):
+        for changes in ({}, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}):
+            made = trainer(tmp_path, converted("nvfp4", **HEAD), [MetisCallback(0)], **changes)
+            made.train()
+        assert "converted layers" not in caplog.text
+
+    @pytest.mark.parametrize("cls", [transformers.Trainer, PlainFused])
+    def test_compiled_steps_know_it_too(self, cls, tmp_path, caplog):
+        torch._dynamo.reset()
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        model = converted("bf16", **HEAD)
+        for _ in range(2):  # the second run traces nothing
+            caplog.clear()
+            trainer(tmp_path, model, [MetisCallback(0)], cls=cls, max_steps=2, **compiled).train()
+            assert caplog.text.count(UNCALLED) == (cls is PlainFused)
+        torch._dynamo.reset()
+
+    def test_copies_of_adapters_may_wait(self, tmp_path, caplog):
+        adapters = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model = get_peft_model(converted("nvfp4", **HEAD), adapters)
+        trainer(tmp_path, model, [MetisCallback(0)], max_steps=1).train()
+        assert "converted layers" not in caplog.text
+
+    def test_many_layers_of_one_kind_are_named_together(self, tmp_path, caplog):
+        class Branches(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.used, self.idle = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
+                self.experts = torch.nn.ModuleList(torch.nn.Linear(64, 32) for _ in range(6))
+
+            def forward(self, input_ids, labels):
+                x = self.used(F.one_hot(input_ids % 64, 64).float())
+                return {"loss": (self.experts[2](F.pad(x, (0, 32))) ** 2).mean()}
+
+        config = MetisConfig(scheme="nvfp4", target_modules="all-linear")
+        model = get_metis_model(Branches(), config)
+        trainer(tmp_path, model, [MetisCallback(0)], max_steps=1).train()
+        assert "called 2 of 8 converted layers, and not idle, experts.* (5 layers)." in caplog.text

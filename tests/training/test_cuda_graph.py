@@ -116,7 +116,7 @@ def assert_same(one, other) -> None:
         pytest.param({"scheme": "metis-paper", "max_steps": 5}, marks=pytest.mark.slow),  # split
     ],
 )
-def test_a_run_from_recordings_is_the_run(changes, tmp_path) -> None:
+def test_a_run_from_recordings_is_the_run(changes, tmp_path, caplog) -> None:
     plain = train(tmp_path, "plain", **changes)
     recorded = train(tmp_path, "recorded", Again, **changes)
     assert_same(plain, recorded)
@@ -125,6 +125,7 @@ def test_a_run_from_recordings_is_the_run(changes, tmp_path) -> None:
     micro_batches = changes["max_steps"] * changes.get("gradient_accumulation_steps", 1)
     assert graphs.record.played == micro_batches - cuda_graph.WARM_UP
     assert not graphs.made  # they end with the training
+    assert "converted layers" not in caplog.text  # all were called before
 
 
 def test_recordings_that_share_memory_spoil_no_gradient(tmp_path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from metis_hf.lab.fidelity.gradients import on_calls, run_batches
 from metis_hf.lab.fidelity.subject import running
@@ -18,6 +19,9 @@ from metis_hf.numerics import sqnr_db
 from metis_hf.operands import HIGH_PRECISION, Operand, Spectral
 from metis_hf.schemes import Role, Scheme
 from metis_hf.training.health import plan_of_call
+from metis_hf.training.uncalled import READ_INSTEAD, by_kind
+
+logger = logging.get_logger(__name__)
 
 KINDS = {  # of operands, with the roles that they play
     "input": (Role.FPROP_INPUT, Role.WGRAD_INPUT),
@@ -96,6 +100,13 @@ def layer_errors(
 
     with on_calls(layers, measure), running(layers):
         run_batches(model, list(weights.values()), [rows], lambda _: None)
+    if uncalled := [name for name in layers if name not in found]:
+        logger.warning_once(
+            "fidelity has no errors of %s: no token reached them. That is right for experts that "
+            "no token visits. Otherwise %s, and nothing of them is quantized",
+            by_kind(uncalled),
+            READ_INSTEAD,
+        )
     # Hooks of the backward pass filled it from the last layer to the first.
     return {
         name: {key: fmean(call[key] for call in found[name]) for key in found[name][0]}

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import llama
 
 from lab.experts import mixtral
 from lab.fidelity.measuring import gradients as plain_gradients
@@ -225,6 +226,25 @@ class TestConverted:
             pass
         assert dict(metis_layers(model)) == before
         assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_layer_that_the_model_only_reads_is_named(caplog):
+    class ReadsHead(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels):
+            hidden = self.model(input_ids).last_hidden_state
+            logits = F.linear(hidden, self.lm_head.weight)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return transformers.modeling_outputs.CausalLMOutput(loss=loss)
+
+    model = get_metis_model(
+        ReadsHead(llama(1).config),
+        MetisConfig(scheme="nvfp4", target_modules=["lm_head", "q_proj"]),
+    )
+    layers = dict(metis_layers(model))
+    weights = {name: layer.weight for name, layer in layers.items()}
+    found = layer_errors.layer_errors(model, layers, weights, torch.arange(32)[None])
+    assert set(layers) - set(found) == {"lm_head"}
+    assert "fidelity has no errors of lm_head: no token reached them." in caplog.text
 
 
 @pytest.mark.slow

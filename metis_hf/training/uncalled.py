@@ -1,0 +1,60 @@
+"""Converted layers that training does not call: nothing of them is quantized.
+
+A loss that multiplies by `lm_head.weight` itself computes in high precision, while the conversion
+report and health have the layer as it was converted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from transformers.utils import logging
+
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.training.copies import by_place
+
+logger = logging.get_logger(__name__)
+
+READ_INSTEAD = (
+    "the model or the loss may read their weights without calling them, as fused and chunked "
+    "losses do with an output head (Liger's, TRL's)"
+)
+_IN_FULL = 4  # names of one kind
+
+
+def forget_calls(layers: Mapping[str, MetisLayer]) -> None:
+    """Forget the calls of layers so far."""
+    for layer in layers.values():
+        layer.calls.forget()
+
+
+def warn_of_uncalled(model: nn.Module, layers: Mapping[str, MetisLayer]) -> None:
+    """Name the converted layers of a model that were not called since `forget_calls`."""
+    running, _ = by_place(model, layers)  # PEFT's other copies wait
+    names = [name for name in running.values() if not layers[name].calls.any]
+    if names:
+        logger.warning(
+            "the first step called %d of %d converted layers, and not %s. That is right for "
+            "experts without tokens, for modules of another branch (an image encoder in a batch of "
+            "text) and for parts that run under torch.no_grad. Otherwise %s: these products are in "
+            "high precision, though the conversion report and health have the layers as quantized. "
+            "Take a loss that calls them, or leave them out with exclude_modules",
+            len(running) - len(names),
+            len(running),
+            by_kind(names),
+            READ_INSTEAD,
+        )
+
+
+def by_kind(names: Sequence[str]) -> str:
+    """Return names in a line; where many differ in a number alone, their pattern and count."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
+    parts = [
+        ", ".join(members) if len(members) <= _IN_FULL else f"{kind} ({len(members)} layers)"
+        for kind, members in kinds.items()
+    ]
+    return ", ".join(parts)
