@@ -22,6 +22,7 @@ from metis_hf.layers.call_input import check_dtype, check_input, gemm_dtype
 from metis_hf.layers.calls import Calls
 from metis_hf.layers.casts import as_integers
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
+from metis_hf.layers.initializers import apply_to_layer
 from metis_hf.layers.native import NativePlan, obstacle, obstacle_of_call, refusal
 from metis_hf.layers.tensor_parallel import ShardedPlan, Shards, shared_amax
 from metis_hf.layers.tensor_parallel import obstacle as obstacle_of_shards
@@ -115,6 +116,11 @@ class MetisLayer(nn.Module):
         buffers = self.state_buffers().items()
         with as_integers(self, [name for name, each in buffers if each.is_floating_point()]):
             super()._apply(fn, recurse)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> MetisLayer:
+        """Call `fn` as nn.Module does; initializers that look for nn.Linear draw the weight."""
+        apply_to_layer(self, fn)
         return self
 
     def check_config(self, config: MetisConfig) -> None:
