@@ -9,7 +9,6 @@ inputs too (W4A4). How a matrix is packed is in `compressed_tensors`, what it co
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -60,6 +59,7 @@ from metis_hf.deploy.source import (
     load_metis_model,
     represented,
 )
+from metis_hf.deploy.staging import check_free, staged
 from metis_hf.deploy.tied import head_note, untie
 from metis_hf.layers.experts import is_fused_experts
 
@@ -87,8 +87,8 @@ def export_checkpoint(
     """Write a Metis checkpoint in a format that needs no metis_hf.
 
     All arithmetic is in fp32, whatever the checkpoint's dtype. The directory gets its files when
-    all are written; until then they lie in a temporary directory beside it, or in it where it is
-    there already.
+    all are written; until then they lie in a hidden directory beside it, or in it where it is there
+    already. The next export into this place removes what a killed one left there.
 
     Args:
         checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model;
@@ -117,10 +117,10 @@ def export_checkpoint(
 
     Raises:
         ValueError: not a Metis checkpoint; an unknown choice; a layer that the layout cannot hold;
-            scales that are not calibrated; a packed weight that is not finite; `out` is not empty;
-            a checkpoint that is not whole; a text for a model that is no causal language model, or
-            of tokens that it does not know; a text that is not UTF-8, or results that are no JSON
-            object.
+            scales that are not calibrated; a packed weight that is not finite; `out` is not empty,
+            or another process writes it; a checkpoint that is not whole; a text for a model that is
+            no causal language model, or of tokens that it does not know; a text that is not UTF-8,
+            or results that are no JSON object.
     """
     for name, value, choices in (
         ("format", format, FORMATS),
@@ -137,8 +137,7 @@ def export_checkpoint(
             "dtype and quantization_config=CompressedTensorsConfig(dequantize=True)"
         )
     shown, out = str(out), Path(out).resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists already; give a new directory, or remove it first")
+    check_free(out)
     if format != "compressed-tensors" and low_rank == "side-file":
         raise ValueError(
             f'low_rank="side-file" is for format="compressed-tensors": format={format!r} has no '
@@ -146,28 +145,23 @@ def export_checkpoint(
         )
     metrics = None if results is None else read_metrics(Path(results))
     windows = None if text is None else held_out_windows(checkpoint, Path(text))
-    model = load(checkpoint)
-    split = any(is_split(layer) for _, layer in metis_layers(model))
-    if format != "dense":
-        check_packable(model)
-        check_weights(model)
-        if low_rank == "side-file" and not split:
-            raise ValueError(
-                'low_rank="side-file" needs weights that are split, and scheme '
-                f"{model.config.quantization_config.scheme!r} with this checkpoint's config splits "
-                'none; use low_rank="fold"'
-            )
-    kind = _kind(model, format, low_rank)
-    card = model_card(model, name=out.name, kind=kind, results=metrics)
-    loading = load_lines(model, kind, shown)
-    values = getattr(torch, dtype)
-    notes: tuple[str, ...] = ()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # A directory that is there may be a volume, into which nothing moves from beside it.
-    place, dot = (out, ".") if out.exists() else (out.parent, "")
-    prefix = f"{dot}{out.name}.partial-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as folder:
-        partial = Path(folder)
+    with staged(out) as partial:
+        model = load(checkpoint)
+        split = any(is_split(layer) for _, layer in metis_layers(model))
+        if format != "dense":
+            check_packable(model)
+            check_weights(model)
+            if low_rank == "side-file" and not split:
+                raise ValueError(
+                    'low_rank="side-file" needs weights that are split, and scheme '
+                    f"{model.config.quantization_config.scheme!r} with this checkpoint's config "
+                    'splits none; use low_rank="fold"'
+                )
+        kind = _kind(model, format, low_rank)
+        card = model_card(model, name=out.name, kind=kind, results=metrics)
+        loading = load_lines(model, kind, shown)
+        values = getattr(torch, dtype)
+        notes: tuple[str, ...] = ()
         held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
         if kind == "dense":
             packed, rows = _write_dense(model, partial, values, windows, held_out)
@@ -183,9 +177,6 @@ def export_checkpoint(
         report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading, notes)
         (partial / REPORT_FILE).write_text(report.to_json(), "utf-8")
         ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
-        out.mkdir(exist_ok=True)
-        for path in partial.iterdir():
-            path.rename(out / path.name)
     return report
 
 

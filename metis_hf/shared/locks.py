@@ -24,7 +24,9 @@ def hold_directory(directory: str | Path, option: str = "--out") -> AbstractCont
 
 
 @contextmanager
-def hold(path: Path, seconds: float = 0, *, option: str = "--out") -> Iterator[None]:
+def hold(
+    path: Path, seconds: float = 0, *, option: str = "--out", what: Path | None = None
+) -> Iterator[None]:
     """Hold a lock file while the block runs.
 
     The operating system ends the lock with its process. Processes that this one starts, forked ones
@@ -34,6 +36,7 @@ def hold(path: Path, seconds: float = 0, *, option: str = "--out") -> Iterator[N
         path: the lock, `DIRECTORY/.lock` for a directory and `DIRECTORY/.NAME.lock` for a part.
         seconds: to wait for another holder.
         option: of the command line, which chooses another directory.
+        what: is held, for messages; None: the directory or part that the lock is named for.
 
     Raises:
         ValueError: another process holds it; the message names that process.
@@ -52,7 +55,7 @@ def hold(path: Path, seconds: float = 0, *, option: str = "--out") -> Iterator[N
             lock = filelock.SoftFileLock(f"{path}.soft", timeout=seconds)
             lock.acquire()
     except filelock.Timeout:
-        raise ValueError(_refusal(path, Path(lock.lock_file), option)) from None
+        raise ValueError(_refusal(path, Path(lock.lock_file), option, what)) from None
     holder, process = _holder_file(path), os.getpid()
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
@@ -64,14 +67,16 @@ def hold(path: Path, seconds: float = 0, *, option: str = "--out") -> Iterator[N
         lock.release()
 
 
-def _refusal(path: Path, lock: Path, option: str) -> str:
+def _refusal(path: Path, lock: Path, option: str, what: Path | None) -> str:
     try:
         holder = read_json(_holder_file(path))
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         elsewhere = holder["host"] != socket.gethostname()
     except (OSError, ValueError, KeyError, TypeError):  # it has the lock and is about to write
         who, elsewhere = "another process", False
-    what = path.parent if path.name == LOCK_FILE else path.with_name(path.name[1 : -len(LOCK_FILE)])
+    if what is None:
+        part = path.with_name(path.name[1 : -len(LOCK_FILE)])
+        what = path.parent if path.name == LOCK_FILE else part
     message = (
         f"{what} is in use by {who}. Wait for that process or end it, or choose another {option}"
     )

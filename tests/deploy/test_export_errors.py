@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import re
+import shutil
+import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 import transformers
 from conftest import ARCHITECTURES, VOCAB, llama
+from forked import exit_code
 from safetensors.torch import load_file, save_file
 
 import metis_hf.deploy.checkpoint
@@ -20,9 +24,27 @@ from metis_hf import (
     get_metis_model,
     register_scheme,
 )
-from metis_hf.deploy import ExportReport, export_checkpoint
+from metis_hf.deploy import ExportReport, export_checkpoint, load_metis_model
 from metis_hf.lab.calibrated import Calibration, calibrated_model
 from metis_hf.schemes import Scheme, registry
+
+
+def export_and_die(source: Path, out: Path, when: str) -> None:
+    """Export, and be killed before anything moves to its place, or halfway through that."""
+
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    rename = Path.rename
+
+    def rename_or_die(path, target):
+        return die() if path.name == "generation_config.json" else rename(path, target)
+
+    if when == "written":
+        metis_hf.deploy.checkpoint.report_section = die
+    else:
+        Path.rename = rename_or_die
+    export_checkpoint(source, out)
 
 
 class TestErrors:
@@ -33,7 +55,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=match):
             export_checkpoint(source, out, **({"format": "compressed-tensors"} | options))
         assert not out.exists()
-        assert not list(out.parent.glob(f"{out.name}.partial*"))
+        assert not list(out.parent.glob(f"*{out.name}.partial*"))
 
     def test_conv1d(self, tmp_path):
         source = checkpoint(tmp_path / "metis", ARCHITECTURES["gpt2"])
@@ -139,13 +161,13 @@ class TestErrors:
         source = checkpoint(tmp_path / "metis", tokenizer=True)
         (tmp_path / "t.txt").write_text("def f(x): return x")
 
-        def refuse(prefix, dir):
-            raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+        def refuse(path, *args, **kwargs):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
         def fail(*args, **kwargs):
             raise AssertionError("measured")
 
-        monkeypatch.setattr(metis_hf.deploy.checkpoint.tempfile, "TemporaryDirectory", refuse)
+        monkeypatch.setattr(Path, "mkdir", refuse)
         monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fail)
         with pytest.raises(PermissionError, match=re.escape(str(tmp_path))):
             export_checkpoint(source, tmp_path / "out", text=tmp_path / "t.txt")
@@ -224,7 +246,68 @@ class TestErrors:
                 export_checkpoint(source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         assert isinstance(export_checkpoint(source, tmp_path / "out"), ExportReport)
-        assert not list(tmp_path.glob("out.partial*"))
+        assert not list(tmp_path.glob("*out.partial*"))
+
+    @pytest.mark.parametrize("exists", [False, True])
+    def test_a_second_export_to_one_place(self, exists, tmp_path):
+        """It is refused in one line while the first one works, and the first one is whole."""
+        source, out = checkpoint(tmp_path / "metis", scheme="nvfp4-rne"), tmp_path / "out"
+
+        def load(path):
+            out.mkdir(exist_ok=True)
+            for format in ("dense", "compressed-tensors"):
+                with pytest.raises(ValueError, match=r"out is in use by process \d+ on .*--out$"):
+                    export_checkpoint(source, out, format=format)
+            assert not [path for path in out.iterdir() if not path.name.startswith(".")]
+            return load_metis_model(path)
+
+        if exists:
+            out.mkdir()
+        report = export_checkpoint(source, out, load=load)
+        names = {path.name for path in out.iterdir()}
+        assert names == {"config.json", "generation_config.json", "model.safetensors",
+                         "metis_export.json", "README.md"}  # fmt: skip
+        assert report.packed == ()
+        assert {path.name for path in tmp_path.iterdir()} == {"metis", "out"}
+
+    @pytest.mark.parametrize("when", ["written", "moving"])
+    def test_what_a_killed_export_left(self, when, tmp_path):
+        """The next one removes it and succeeds; whatever else lies there stays, and is refused."""
+        source, out = checkpoint(tmp_path / "metis", scheme="nvfp4-rne"), tmp_path / "out"
+        expected = export_checkpoint(source, tmp_path / "undisturbed")
+        names = {path.name for path in (tmp_path / "undisturbed").iterdir()}
+        for exists in (True,) if when == "moving" else (True, False):
+            if exists:
+                out.mkdir()
+            assert exit_code(export_and_die, source, out, when) == -signal.SIGKILL
+            hidden = list((out if exists else tmp_path).glob(".out.partial-*"))
+            assert len(hidden) == 1
+            out.mkdir(exist_ok=True)
+            (out / "model.safetensors.mine").write_text("not of an export")
+            with pytest.raises(ValueError, match="out exists already"):
+                export_checkpoint(source, out)
+            assert hidden[0].is_dir()
+            (out / "model.safetensors.mine").unlink()
+            assert export_checkpoint(source, out).rows == expected.rows
+            assert {path.name for path in out.iterdir()} == names
+            assert {path.name for path in tmp_path.iterdir()} == {"metis", "out", "undisturbed"}
+            shutil.rmtree(out)
+
+    @pytest.mark.parametrize("link", [False, True])
+    def test_a_directory_in_the_way_is_left_alone(self, link, tmp_path):
+        """By its name it could be what a killed export left; an export has a lock in it."""
+        source, place = checkpoint(tmp_path / "metis"), tmp_path / ".out.partial-export"
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / ".lock").touch()
+        (tmp_path / "mine" / "letter").touch()
+        if link:
+            place.symlink_to(tmp_path / "mine")
+        else:
+            place.mkdir()
+            (place / "letter").touch()
+        with pytest.raises(ValueError, match=r"\.out\.partial-export is in the way"):
+            export_checkpoint(source, tmp_path / "out")
+        assert (place / "letter").is_file()
 
     def test_text_for_another_kind_of_model(self, tmp_path):
         config = transformers.BertConfig(
