@@ -20,7 +20,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from metis_hf.deploy.packed_layouts import COMPRESSED, MODELOPT_FILE, NAMES, read_headers
+from metis_hf.deploy.packed_layouts import (
+    COMPRESSED,
+    MODELOPT_FILE,
+    NAMES,
+    check_scale_files,
+    read_headers,
+)
 from metis_hf.deploy.packed_loader import AS_CONFIGURED, PackedConfig
 from metis_hf.shared.checkpoints import load_complete
 from metis_hf.shared.records import read_json
@@ -133,6 +139,7 @@ def load_deployed(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrained
     """
     if dtype is not torch.bfloat16 or _why_not_late(path) is not None:
         return load_packed(path, dtype=dtype)
+    check_scale_files(sorted(path.glob("*.safetensors")))
     return load_complete(AutoModelForCausalLM, path, dtype=dtype)
 
 

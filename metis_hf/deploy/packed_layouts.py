@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -343,20 +344,55 @@ def check_scales(
             negative or NaN; block scales that are all zero though the codes are not.
     """
     for key, value in tensor_scales.items():
-        number = float(value)
-        if not (math.isfinite(number) and number > 0 and math.isfinite(1 / number)):
-            raise ValueError(
-                f"{name}.{key} is {number}; a tensor scale is a positive number. The checkpoint is "
-                "damaged, or was exported before it was calibrated: export it again"
-            )
-    bits = scale.view(codes.dtype)
+        _check_tensor_scale(f"{name}.{key}", value)
+    _check_block_scales(f"{name}.weight_scale", scale, lambda: codes)
+
+
+def check_scale_files(files: Iterable[str | Path]) -> None:
+    """Refuse files of the compressed-tensors layout for their scales, as `check_scales` does.
+
+    Block scales are a ninth of the packed weights; codes are read where all scales are zero.
+
+    Raises:
+        ValueError: as of `check_scales`.
+    """
+    codes, scale, *tensor_scales = NAMES[COMPRESSED]
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(path, "pt")) for path in files]
+        places = {key: tensors for tensors in opened for key in tensors.keys()}  # noqa: SIM118
+        for owner in [key.removesuffix(f".{codes}") for key in places if key.endswith(f".{codes}")]:
+            for key in (f"{owner}.{each}" for each in tensor_scales):
+                if key in places:
+                    _check_tensor_scale(key, places[key].get_tensor(key))
+            key, beside = f"{owner}.{scale}", f"{owner}.{codes}"
+            if key in places:
+                _check_block_scales(
+                    key,
+                    places[key].get_tensor(key),
+                    lambda beside=beside: places[beside].get_tensor(beside),  # type: ignore[misc]
+                )
+
+
+def _check_tensor_scale(name: str, scale: Tensor) -> None:
+    for number in scale.reshape(-1).tolist():
+        if number > 0 and math.isfinite(number) and math.isfinite(1 / number):
+            continue
+        raise ValueError(
+            f"{name} is {number}; a tensor scale is a positive number. The checkpoint is "
+            "damaged, or was exported before it was calibrated: export it again"
+        )
+
+
+def _check_block_scales(name: str, scale: Tensor, codes: Callable[[], Tensor]) -> None:
+    bits = scale.view(torch.uint8)
     if bad := int((bits >= 0x7F).sum()):  # 0x7f is NaN, from 0x80 on is negative
         raise ValueError(
             f"{name}: {bad} of {scale.numel()} block scales are NaN or negative. The checkpoint is "
             "damaged, or the weights that it was made of were not finite: export it again"
         )
-    if not bool(bits.any()) and bool((codes & 0x77).any()):
+    if not bool(bits.any()) and bool((codes() & 0x77).any()):
         raise ValueError(
-            f"{name}: all block scales are zero and the codes are not, so the weight would be "
-            "zero. The checkpoint is damaged or incomplete: restore the files or export it again"
+            f"{name}: all {scale.numel()} block scales are zero and the codes are not, so the "
+            "weight would be zero. The checkpoint is damaged or incomplete: restore the files or "
+            "export it again"
         )

@@ -55,7 +55,7 @@ BAD_TENSORS = {
     "negative": (setting("weight_global_scale", lambda t: -t), "weight_global_scale is -"),
     "block-nan": (setting("weight_scale", fp8(0x7F)), "4 of 384 block scales are NaN or negative"),
     "block-negative": (setting("weight_scale", fp8(0xB0)), "4 of 384 block scales are NaN or neg"),
-    "block-zero": (setting("weight_scale", fp8(0, slice(None))), "all block scales are zero"),
+    "block-zero": (setting("weight_scale", fp8(0, slice(None))), "all 384 block scales are zero"),
     "swizzled": (
         setting("weight_scale", lambda t: torch.zeros(128, 4).to(t.dtype)),
         r"weight_scale has shape \[128, 4\] for a weight of 96 x 64: .* padded or swizzled",

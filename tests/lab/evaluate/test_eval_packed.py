@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from lab.evaluate.eval_tools import make_model, save
 from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed
@@ -75,6 +77,52 @@ def test_others_are_left_to_the_library(tmp_path):
     assert not packed_layers(load_deployed(tmp_path / "out"))
     assert packed_layers(load_deployed(tmp_path / "out", torch.float32))
     assert packed_layers(load_packed(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("key", "damage", "said"),
+    [
+        ("weight_global_scale", lambda t: -t, r"weight_global_scale is -\d.*a positive number"),
+        ("weight_global_scale", lambda t: 0 * t, r"weight_global_scale is 0\.0; .*positive"),
+        ("weight_global_scale", lambda t: math.nan * t, r"weight_global_scale is nan; .*positive"),
+        ("weight_scale", lambda t: filled(t, 0), r"weight_scale: all 384 block scales are zero"),
+        ("weight_scale", lambda t: filled(t, 0x7F), r"weight_scale: 384 of 384 .* NaN or negative"),
+        ("weight_scale", lambda t: filled(t, 0xB0, 3), r"weight_scale: 3 of 384 .* or negative"),
+    ],
+)
+def test_damaged_scales(key, damage, said, damaged):
+    """The library would compute with them; a row of NaN is not the only harm."""
+    with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.up_proj\.{said}"):
+        load_deployed(damaged({key: damage}))
+
+
+def test_scales_of_zero_for_zeros(damaged):
+    zeros = {"weight_packed": torch.zeros_like, "weight_scale": lambda t: filled(t, 0)}
+    model = load_deployed(damaged(zeros))
+    assert not model(torch.arange(5)[None]).logits.isnan().any()
+
+
+def filled(scale, byte, count=None):
+    scale = scale.clone()
+    scale.view(torch.uint8).view(-1)[:count] = byte
+    return scale
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    pytest.importorskip("compressed_tensors")
+
+    def damage(changes):
+        source, out = save(tmp_path / "run", "nvfp4-rne"), tmp_path / "out"
+        export_checkpoint(source, out, format="compressed-tensors")
+        tensors = load_file(out / "model.safetensors")
+        for key, change in changes.items():
+            name = f"model.layers.0.mlp.up_proj.{key}"
+            tensors[name] = change(tensors[name])
+        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+        return out
+
+    return damage
 
 
 def test_units_of_another_machine_are_not_asked_for(tmp_path):
