@@ -96,7 +96,7 @@ def refuse_objects(path: Path, content: str) -> None:
     """Refuse JSON lines in a file whose name says that it is a text."""
     try:
         found = json.loads(content.lstrip().split("\n", 1)[0])
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if isinstance(found, dict) and any(key in found for key in _KEYS):
         raise ValueError(
@@ -120,7 +120,7 @@ def refuse_surrogates(path: Path, number: int, found: Any) -> None:
 def _document(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as error:  # an integer of more digits than Python reads too
+    except (ValueError, RecursionError) as error:  # an integer of too many digits too
         raise ValueError(
             f"{path}, line {number}, is not JSON: {error}. Each line is one whole object"
         ) from None

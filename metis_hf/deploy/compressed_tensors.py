@@ -33,6 +33,7 @@ from metis_hf.operands import Spectral, SplitWeight
 from metis_hf.schemes import Role
 from metis_hf.schemes.states import StaticScales
 from metis_hf.shared.messages import some
+from metis_hf.shared.records import read_json
 
 LOW_RANK_FILE = "metis_low_rank.safetensors"
 LOW_RANK_VERSION = 1
@@ -291,7 +292,7 @@ def _description(directory: Path) -> dict[str, Any]:
     path = directory / SIDE_FILE
     if not path.is_file():
         raise ValueError(f"{directory} has no {SIDE_FILE}; it is no export with a side file")
-    description = json.loads(path.read_text("utf-8"))
+    description = read_json(path)
     if description["format_version"] > LOW_RANK_VERSION:
         raise ValueError(
             f"{path} has format_version {description['format_version']}, the installed metis_hf "

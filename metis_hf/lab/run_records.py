@@ -6,7 +6,6 @@ it. NaN stays NaN.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from metis_hf.config import MetisConfig
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.shared.messages import some
+from metis_hf.shared.records import read_json
 from metis_hf.training.gradient_noise import Crossing, GradientNoise, find_crossing, noise_ratios
 from metis_hf.training.health import nonfinite_layers
 from metis_hf.training.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, parse_records
@@ -287,10 +287,10 @@ def _take_health(run: RunRecord, records: Mapping[int, dict[str, Any]]) -> None:
 def _read_description(run: RunRecord) -> None:
     """Read `metis_run.json`."""
     try:
-        data = json.loads((run.path / RUN_FILE).read_bytes().decode())
+        data = read_json(run.path / RUN_FILE)
     except FileNotFoundError:
         return
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         data = None
     if not isinstance(data, dict):
         run.notes.append(f"{RUN_FILE} is half-written or no JSON object: it was left out.")

@@ -14,7 +14,9 @@ from typing import Any, BinaryIO
 import torch
 
 from metis_hf.shared.devices import device_of
+from metis_hf.shared.texts import bounded
 
+LARGEST_JSON = 1 << 26  # bytes; vocabularies of tokenizers are the largest files, of half of it
 SETTINGS_FILE = "settings.json"
 PACKAGES = ("metis-hf", "torch", "transformers", "accelerate", "datasets", "lm_eval")
 
@@ -46,12 +48,16 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        ValueError: it is cut short or otherwise no JSON; the message names it.
+        ValueError: it is cut short or otherwise no JSON, too large or too deep; the message names
+            it.
     """
+    bounded(path, LARGEST_JSON)
     try:
         return json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not UTF-8, no JSON, or an integer of thousands of digits
         raise ValueError(f"{path} is not a whole JSON file ({error})") from None
+    except RecursionError:
+        raise ValueError(f"{path} is JSON that is nested too deeply") from None
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

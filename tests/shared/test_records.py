@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from types import SimpleNamespace
@@ -57,6 +58,36 @@ def test_json_holds_a_file_name_that_is_not_utf8(tmp_path):
     records.write_json(path, data)
     assert records.read_json(path) == data
     assert "é" in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": ', r"a\.json is not a whole JSON file"),
+        ("[" * 100_000, r"a\.json is JSON that is nested too deeply"),
+        ("9" * 5000, r"a\.json is not a whole JSON file"),
+        (None, r"a\.json has 67,108,865 bytes, .* less than 67,108,864"),
+    ],
+)
+def test_json_that_is_not_read_is_named_in_a_line(text, said, tmp_path):
+    path = tmp_path / "a.json"
+    if text is None:
+        with open(path, "wb") as file:
+            file.truncate((1 << 26) + 1)  # a file of holes
+    else:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=said) as refused:
+        records.read_json(path)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < len(str(path)) + 300
+
+
+def test_json_from_a_pipe_is_refused(tmp_path):
+    """It may have no end."""
+    path = tmp_path / "a.json"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"a\.json is not a file"):
+        records.read_json(path)
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):

@@ -7,7 +7,6 @@ weights belong to linear layers.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from metis_hf.conversion.select import select_modules
 from metis_hf.layers.experts import fused_weights
 from metis_hf.operands import SplitWeight, WeightForm
 from metis_hf.schemes import build_scheme
+from metis_hf.shared.records import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SPLIT = SplitWeight.names
@@ -175,7 +175,7 @@ class WeightSource:
                 ) from error
             with safe_open(path, "pt") as tensors:
                 return dict.fromkeys(tensors.keys(), path)
-        shards = json.loads(index.read_text())["weight_map"]
+        shards = read_json(index)["weight_map"]
         paths = {shard: self.file(shard) for shard in sorted(set(shards.values()))}
         return {key: paths[shard] for key, shard in shards.items()}
 

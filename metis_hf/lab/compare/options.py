@@ -18,6 +18,7 @@ from transformers import AutoConfig, TrainingArguments
 from metis_hf.lab.compare.presets import PRESETS
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.compare.variants import LARGEST_SEED
+from metis_hf.shared.messages import shown
 from metis_hf.shared.yaml_file import read_yaml
 
 DEFAULT_SEEDS = (0, 1, 2)
@@ -70,7 +71,8 @@ class Options:
         for name, known in (("preset", PRESETS), ("size", SIZES)):
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise ValueError(f"{name} {value!r} is not known; choose from {', '.join(known)}")
+                choices = ", ".join(known)
+                raise ValueError(f"{name} {shown(value)} is not known; choose from {choices}")
         if self.checkpoint is not None and (self.size is not None or self.model):
             raise ValueError(
                 f"checkpoint={self.checkpoint} brings its model; leave size and model out, and "
@@ -118,7 +120,7 @@ def given_values(file: Path | None, **options: Any) -> dict[str, Any]:
     for key in found:
         if key not in keys:
             hint = _near(key, keys) or f"; keys: {', '.join(keys)}"
-            raise ValueError(f"{file}: there is no key {key!r}{hint}")
+            raise ValueError(f"{file}: there is no key {shown(key)}{hint}")
     found |= {key: value for key, value in options.items() if value is not None}
     values = {
         key: str(value) if isinstance(value, Path) else value
@@ -179,24 +181,24 @@ def _check_number(key: str, value: Any, kinds: set[Any]) -> None:
     if value is None and type(None) in kinds:
         return
     if kinds <= {int, type(None)} and type(value) is not int:
-        raise ValueError(f"training: {key}: {value!r}; expected a whole number")
+        raise ValueError(f"training: {key}: {shown(value)}; expected a whole number")
     if kinds <= {float, type(None)}:
         limit = " from 0 up" * (key in _FROM_ZERO) + " and below 1" * (key in _BELOW_ONE)
         least = 0.0 if key in _FROM_ZERO else -math.inf
         most = 1.0 if key in _BELOW_ONE else math.inf
         number = type(value) in (int, float) and not math.isnan(value)
         if not number or not least <= value <= most or value == 1 == most:
-            raise ValueError(f"training: {key}: {value!r}; expected a number{limit}")
+            raise ValueError(f"training: {key}: {shown(value)}; expected a number{limit}")
 
 
 def _text(name: str, value: Any) -> None:
     if not isinstance(value, str | Path):
-        raise ValueError(f"{name}: {value!r}; expected a text")
+        raise ValueError(f"{name}: {shown(value)}; expected a text")
 
 
 def _list(name: str, value: Any, example: str) -> None:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{name}: {value!r} is not a list; write {name}: {example}")
+        raise ValueError(f"{name}: {shown(value)} is not a list; write {name}: {example}")
 
 
 def _texts(name: str, value: Any, example: str) -> None:
@@ -207,7 +209,7 @@ def _texts(name: str, value: Any, example: str) -> None:
 
 def _mapping(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: {value!r} is not a mapping of names to values")
+        raise ValueError(f"{name}: {shown(value)} is not a mapping of names to values")
 
 
 def _at_least(least: int, name: str, value: Any, most: int | None = None) -> None:
@@ -216,7 +218,7 @@ def _at_least(least: int, name: str, value: Any, most: int | None = None) -> Non
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
         limit = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name}: {value!r}; expected a whole number, {limit}")
+        raise ValueError(f"{name}: {shown(value)}; expected a whole number, {limit}")
 
 
 def _positive(name: str, value: Any) -> float:
@@ -225,7 +227,7 @@ def _positive(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = 0.0
     if not 0 < number < float("inf"):
-        raise ValueError(f"{name}: {value!r}; expected a positive number")
+        raise ValueError(f"{name}: {shown(value)}; expected a positive number")
     return number
 
 

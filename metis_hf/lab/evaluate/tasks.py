@@ -246,7 +246,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
         shown = _short(line.decode(errors="replace"))
         try:
             row = json.loads(line)
-        except ValueError as error:  # UnicodeDecodeError is one
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
             raise ValueError(f"{path}, line {number} is not JSON ({error}): {shown}") from None
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number} is not a JSON object: {shown}")
