@@ -23,7 +23,7 @@ _LAST = "config.json"  # without it nothing loads a model, so that it moves last
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """Give an empty directory to write to, whose contents become those of `out` after the block.
+    """Give an empty directory to write to; after the block `out` has what was written there.
 
     Args:
         out: absolute; is missing or empty. If the block fails it stays so.
