@@ -151,7 +151,7 @@ def test_lm_eval_wrapper(folder, tmp_path):
 
 @pytest.mark.slow
 def test_compare_in_real_processes(folder, monkeypatch):
-    """Two workers that have not seen the file, and a second start that is not told of it."""
+    """Two workers that have not seen the file, and a second start that has to be told of it."""
     few = stdlib_documents()[:200]
     monkeypatch.setattr("metis_hf.data.corpus.stdlib_documents", lambda: few)
     config = write_config(folder, training={"max_steps": 3}, seeds=[0])
@@ -166,6 +166,9 @@ def test_compare_in_real_processes(folder, monkeypatch):
     run = out / "runs" / NAME / "seed-0"
     assert json.loads((run / "result.json").read_text())["config"]["scheme"] == NAME
     assert json.loads((run / "run.json").read_text())["imports"] == [str(file)]
+    untold = metis_hf(*command)
+    assert f"{out} was begun with --import {file}." in str(untold.exception)
+    command += ("--import", file)
     again = subprocess.run(
         [*METIS_HF, *map(str, command)],
         capture_output=True, text=True, check=False, cwd=ROOT,

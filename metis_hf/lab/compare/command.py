@@ -20,7 +20,7 @@ from metis_hf.lab.compare.step_times import TIMES_FILE, measure_times
 from metis_hf.lab.compare.tasks import (
     Task,
     held,
-    import_remembered,
+    imports_of,
     jobs_of,
     results_of,
     tasks_of,
@@ -58,14 +58,19 @@ def compare_schemes(
             tables.
         times: time a step of every variant side by side, afterwards.
         dry_run: show the plan alone.
-        imports: files and modules that register schemes, as `absolute_source` gives them; none
-            takes those that the directory was last used with.
+        imports: files and modules that register schemes, as `absolute_source` gives them.
 
     Raises:
         ValueError: the directory or a run in it belongs to something else or is in use (`held`);
-            `jobs` is below 1 or contradicts the launcher; the data do not fit the model.
+            it was used with `imports`, and none are given; `jobs` is below 1 or contradicts the
+            launcher; the data do not fit the model.
     """
-    imports = imports or import_remembered(out)  # before the plan, which looks schemes up
+    if not imports and (begun := imports_of(out)):
+        named = " ".join(f"--import {shlex.quote(source)}" for source in begun)
+        raise ValueError(
+            f"{out} was begun with {named}. Code runs only where you name it: add that to the "
+            "command, if the directory and the code are yours"
+        )
     plan, console = make_plan(**options, needs_data=not dry_run), Console(markup=False)
     if dry_run:
         show_plan(plan, console)

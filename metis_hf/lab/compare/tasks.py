@@ -17,7 +17,7 @@ from metis_hf.lab.compare.training import drop_checkpoints
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.cost import meta_model
 from metis_hf.lab.store import Store, numerics_digest, task_key
-from metis_hf.schemes import import_schemes, source_digests
+from metis_hf.schemes import source_digests
 from metis_hf.shared.inputs import digest_of_path
 from metis_hf.shared.records import read_json, write_json
 
@@ -85,14 +85,13 @@ def results_of(tasks: Sequence[Task]) -> list[SchemeResult]:
     return [result for result in found if result is not None]
 
 
-def import_remembered(out: Path) -> list[str]:
-    """Import the sources of schemes that a comparison was last started with; returns them."""
+def imports_of(out: Path) -> list[str]:
+    """Return the sources of schemes that a comparison was last started with; none is imported."""
     specs = list(out.glob(f"runs/*/*/{SPEC_FILE}"))
     latest = max(specs, key=lambda path: path.stat().st_mtime_ns, default=None)
-    sources: list[str] = [] if latest is None else read_json(latest).get("imports", [])
-    for source in sources:
-        import_schemes(source)
-    return sources
+    found = None if latest is None else read_json(latest)
+    sources = found.get("imports") if isinstance(found, dict) else None
+    return [str(source) for source in sources] if isinstance(sources, list) else []
 
 
 def jobs_of(tasks: Sequence[Task]) -> int | None:
