@@ -18,6 +18,7 @@ from metis_hf.cli.fidelity import fidelity
 from metis_hf.cli.ranks import ranks
 from metis_hf.cli.report import report
 from metis_hf.cli.schemes import schemes
+from metis_hf.shared.messages import MENDABLE, one_line
 
 # Modules of the extra "eval".
 _EXTRA = {"lm_eval", "evaluate", "jinja2", "matplotlib", "yaml", "rich", "scipy", "typer"}
@@ -44,10 +45,10 @@ def main() -> None:
     """Run the command line; an error that a user can mend is one line, not a traceback."""
     try:
         app()
-    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+    except MENDABLE as error:
         if _is_bug(error):
             raise
-        print(f"error: {error}{_advice(error)}", file=sys.stderr)
+        print(f"error: {one_line(error)}{_advice(error)}", file=sys.stderr)
         sys.exit(2)
 
 

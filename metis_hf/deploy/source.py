@@ -11,7 +11,13 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
@@ -19,7 +25,9 @@ from metis_hf.data.chat import check_vocabulary, read_tokens
 from metis_hf.deploy.compressed_tensors import static_scales, unsupported, weight_quantizer
 from metis_hf.layers.experts import converted_names, layers_of
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.shared.checkpoints import load_complete
+from metis_hf.shared.checkpoints import load_complete, refuse_links
+from metis_hf.shared.messages import reading, shown
+from metis_hf.shared.records import read_json
 
 _WINDOW = 512  # tokens of a window of held-out text, or the model's context if that is shorter
 
@@ -50,7 +58,7 @@ def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
     path = Path(checkpoint)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; give a directory that save_pretrained wrote")
-    method = quantization_of(AutoConfig.from_pretrained(path))
+    method = quantization_of(model_config(path))
     if method is None:
         raise ValueError(
             f"{path} is no Metis checkpoint but a plain checkpoint; there is nothing to export. To "
@@ -72,22 +80,53 @@ def load_model(checkpoint: str | Path) -> PreTrainedModel:
     Raises:
         ValueError: a class that transformers does not have, or a checkpoint that is not whole.
     """
-    config = AutoConfig.from_pretrained(checkpoint)
-    return load_complete(model_class(config, checkpoint), checkpoint, dtype=torch.float32)
+    config = model_config(checkpoint)
+    with reading(checkpoint):
+        return load_complete(model_class(config, checkpoint), checkpoint, dtype=torch.float32)
+
+
+def model_config(checkpoint: str | Path) -> PreTrainedConfig:
+    """Return the config of a checkpoint.
+
+    Args:
+        checkpoint: a directory or a name on the hub.
+
+    Raises:
+        ValueError: it is damaged, or of a kind of model that transformers does not know.
+    """
+    file = Path(checkpoint, "config.json")
+    if file.is_file() and not isinstance(read_json(file), dict):
+        raise ValueError(f"{file} holds no JSON object, as save_pretrained writes it")
+    if Path(checkpoint).is_dir():
+        refuse_links(checkpoint)
+    with reading(checkpoint):
+        return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
 
 
 def model_class(config: Any, checkpoint: str | Path) -> type[PreTrainedModel]:
     """Return the class that the config of a checkpoint names.
 
     Raises:
-        ValueError: transformers has no such class.
+        ValueError: transformers has no such model.
     """
-    name = (config.architectures or ["none"])[0]
-    if not hasattr(transformers, name):
+    names = config.architectures or ["none"]
+    name = names[0] if isinstance(names, list) else names
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(
-            f"{checkpoint}: transformers has no class {name!r}, which its config names"
+            f"{checkpoint}: transformers has no model {shown(name)}, which its config names"
         )
-    return getattr(transformers, name)
+    return found
+
+
+def read_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a checkpoint, a directory or a name on the hub.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    with reading(checkpoint):
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
 
 
 def held_out_windows(checkpoint: str | Path, text: Path) -> list[Tensor]:
@@ -102,14 +141,14 @@ def held_out_windows(checkpoint: str | Path, text: Path) -> list[Tensor]:
         ValueError: no causal language model; a text that cannot be read, is too short, or has
             tokens that the model does not know.
     """
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = model_config(checkpoint)
     cls = model_class(config, checkpoint)
     if not cls.can_generate() or config.is_encoder_decoder:
         raise ValueError(
             f"{cls.__name__} is no causal language model, so it has no held-out loss; leave the "
             "text out"
         )
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = read_tokenizer(checkpoint)
     tokens = [token for document in read_tokens(text, tokenizer) for token in document]
     ids = torch.tensor([tokens])
     if ids.shape[1] < 2:

@@ -8,13 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.conversion.hub import read_config
 from metis_hf.data.chat import check_vocabulary, first_sequences
-from metis_hf.deploy.source import check_packable, load_model, model_class, quantization_of
+from metis_hf.deploy.source import (
+    check_packable,
+    load_model,
+    model_class,
+    model_config,
+    quantization_of,
+    read_tokenizer,
+)
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import build_scheme
 from metis_hf.schemes.states import StaticScales
@@ -80,7 +87,7 @@ def calibrated_model(
             text where inputs are quantized; a text too short; a model that reads more than token
             ids.
     """
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = model_config(checkpoint)
     method = quantization_of(config)
     if method not in (None, MetisConfig.quant_method):
         raise ValueError(
@@ -189,7 +196,7 @@ def calibration_rows(
     context = getattr(of_text, "max_position_embeddings", None) or calibration.length
     rows = first_sequences(
         Path(calibration.text),
-        AutoTokenizer.from_pretrained(checkpoint),
+        read_tokenizer(checkpoint),
         min(context, calibration.length),
         calibration.sequences,
     )

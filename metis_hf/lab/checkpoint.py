@@ -22,6 +22,7 @@ from metis_hf.deploy.packed import load_deployed, load_packed
 from metis_hf.deploy.packed_layouts import COMPRESSED, FORMAT, UNPACKED
 from metis_hf.schemes import CONTROL, scheme_info
 from metis_hf.shared.checkpoints import file_damage, load_complete
+from metis_hf.shared.messages import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -124,19 +125,22 @@ class Checkpoint:
             ValueError: it is no causal language model, or damaged.
         """
         kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
-        model = self._load(precision, kind, device)
+        with reading(self.path):
+            model = self._load(precision, kind, device)
         if self.adapter is not None:
-            config: Any = peft.PeftConfig.from_pretrained(str(self.adapter))
-            if precision == "dense":
-                config.metis_config = None  # or the base would be converted as in training
-            model = peft.PeftModel.from_pretrained(  # type: ignore[assignment]
-                model, str(self.adapter), config=config
-            )
+            with reading(self.adapter):
+                config: Any = peft.PeftConfig.from_pretrained(str(self.adapter))
+                if precision == "dense":
+                    config.metis_config = None  # or the base would be converted as in training
+                model = peft.PeftModel.from_pretrained(  # type: ignore[assignment]
+                    model, str(self.adapter), config=config
+                )
         return model.eval()
 
     def config(self) -> transformers.PreTrainedConfig:
         """Return the model's config; refuse one that is no causal language model."""
-        config = transformers.AutoConfig.from_pretrained(self.path)
+        with reading(self.path):
+            config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
             raise ValueError(
                 f"{self.path} is a {config.model_type} model, not a causal language model; "
@@ -153,7 +157,7 @@ class Checkpoint:
     def _load(self, precision: str, kind: Any, device: torch.device) -> PreTrainedModel:
         """Return the model without its adapter."""
         config = self.config()
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"trust_remote_code": False}
         if self.scheme == COMPRESSED:
             wanted: Any = config.dtype if kind == "auto" else kind
             if self.quantization.get("format") == FORMAT:
@@ -208,7 +212,8 @@ class Checkpoint:
                 f"{place}: {reason}, as a process that ends while it saves leaves it; save the "
                 f"tokenizer again with tokenizer.save_pretrained({str(place)!r})"
             )
-        return transformers.AutoTokenizer.from_pretrained(place)
+        with reading(place):
+            return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 
     def weight_files(self) -> list[Path]:
         """Return files that hold the weights, sorted; an adapter's first."""

@@ -16,7 +16,13 @@ import peft
 from metis_hf.conversion.hub import read_config
 from metis_hf.deploy.packed_layouts import RESIDUAL_DIR, SIDE_FILE
 from metis_hf.lab.checkpoint import ADAPTER_FILE, CONFIG_FILE, DENSE, WEIGHTS, Checkpoint
-from metis_hf.shared.checkpoints import file_damage, last_checkpoint, model_damage
+from metis_hf.shared.checkpoints import (
+    file_damage,
+    last_checkpoint,
+    model_damage,
+    refuse_links,
+)
+from metis_hf.shared.messages import reading
 from metis_hf.shared.records import read_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -43,14 +49,28 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path} is not a directory; name a checkpoint (a directory with config.json) or a "
             "run that holds model/ or checkpoint-<step>"
         )
+    with reading(path):
+        return _open_checkpoint(path)
+
+
+def _open_checkpoint(path: Path) -> Checkpoint:
     _refuse_side_file(path)
     place = _place(path)
     if place is None:
         raise ValueError(f"{path} holds no checkpoint (config.json and weights){_hint(path)}")
+    refuse_links(place, path)
     if not (place / CONFIG_FILE).is_file():
         return _open_adapter(place)
     config = read_json(place / CONFIG_FILE)
-    checkpoint = Checkpoint(place, _label(place, 0), config.get("quantization_config") or {})
+    quantization = (config.get("quantization_config") or {}) if isinstance(config, dict) else None
+    if not isinstance(quantization, dict) or not isinstance(
+        quantization.get("quant_method", ""), str | None
+    ):
+        raise ValueError(
+            f"{place / CONFIG_FILE} is no config of a model, a JSON object as save_pretrained "
+            "writes it"
+        )
+    checkpoint = Checkpoint(place, _label(place, 0), quantization)
     if not checkpoint.weight_files():
         raise ValueError(
             f"{place} has a config.json but no weights (*.safetensors); a run on several devices "

@@ -15,6 +15,7 @@ from typing import Any
 
 from metis_hf.config import MetisConfig
 from metis_hf.schemes import Role, build_scheme
+from metis_hf.shared.checkpoints import refuse_link
 from metis_hf.shared.messages import some
 from metis_hf.shared.records import read_json
 from metis_hf.training.gradient_noise import Crossing, GradientNoise, find_crossing, noise_ratios
@@ -103,9 +104,12 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         FileNotFoundError: no such directory, or no record of a run in it; the message names the
             files that were looked for, and the runs in folders below.
+        ValueError: a record is a link out of the directory.
     """
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no directory; give the output_dir of a run")
+    for name in (RUN_FILE, LOG_FILE, HEALTH_FILE):
+        refuse_link(path / name, path)
     run = RunRecord(path)
     _read_description(run)
     log, health = _read_lines(run, LOG_FILE), _read_lines(run, HEALTH_FILE)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors import SafetensorError, safe_open
 
 from metis_hf.shared.messages import some
@@ -26,6 +27,10 @@ _OPTIMIZER = "optimizer"
 _DEEPSPEED = "global_step"  # begins the name of a directory
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
+# Ends of the names of what is read; a log may lie elsewhere.
+_READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".spm", ".codes")
+_READ += ("additional_chat_templates",)
+_LAYERS = 1000  # of a config that is believed without a look at the weights
 _ZIP = b"PK"  # begins what torch.save writes
 
 logger = logging.getLogger(__name__)
@@ -96,7 +101,8 @@ def model_damage(directory: Path) -> str | None:
     if not weights:
         return "no weights"
     configs = [*directory.glob("config.json"), *_indices(directory)]
-    return _file_damage([*weights, *configs]) or _missing_shard(directory)
+    damage = _file_damage([*weights, *configs])
+    return damage or _missing_shard(directory) or depth_damage(directory)
 
 
 def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
@@ -126,6 +132,43 @@ def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
     return (model, found) if with_info else model
 
 
+def refuse_links(directory: str | Path, below: str | Path | None = None) -> None:
+    """Refuse links out of a directory in place of a model's files, which somebody may have sent.
+
+    What they point to would be read, and written into what is made of the model. Links into the
+    cache of the hub stay, of which a model there consists.
+
+    Args:
+        directory: with the files.
+        below: a directory that `directory` belongs to; links between the two are refused too.
+
+    Raises:
+        ValueError: such a link, which is named.
+    """
+    directory = Path(directory)
+    paths = [directory, *directory.glob("additional_chat_templates/*")]
+    paths += [path for path in directory.iterdir() if path.name.endswith(_READ)]
+    for path in paths:
+        refuse_link(path, Path(below or directory))
+
+
+def refuse_link(path: Path, directory: Path) -> None:
+    """Refuse one link out of a directory; see `refuse_links`.
+
+    Raises:
+        ValueError: the path is such a link.
+    """
+    root, target = directory.resolve(), path.resolve()
+    inside = [root, Path(HF_HUB_CACHE).resolve()]
+    if root.parent.name == "snapshots":
+        inside.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in inside):
+        raise ValueError(
+            f"{path} is a link to {target}, outside of {root}, and is not followed: the "
+            "directory may come from somebody else. Put the file itself there"
+        )
+
+
 def _file_damage(paths: Iterable[Path]) -> str | None:
     """Return the first damage of some files, or None."""
     reasons = (file_damage(path) for path in paths if path.is_file())
@@ -141,9 +184,37 @@ def _missing_shard(directory: Path) -> str | None:
         return "no index of its weights"
     wanted: set[str] = set()
     for path in indices:
-        wanted |= set(read_json(path).get("weight_map", {}).values())
+        index = read_json(path)
+        shards = index.get("weight_map", {}) if isinstance(index, dict) else None
+        if not isinstance(shards, dict) or not all(isinstance(x, str) for x in shards.values()):
+            return f"{path.name} is no index of weights"
+        wanted |= set(shards.values())
     missing = sorted(wanted - names)
     return f"no {missing[0]}" if missing else None
+
+
+def depth_damage(directory: Path) -> str | None:
+    """Return why the config is of another model, by its layers; building them takes minutes."""
+    file = directory / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    parts = [config, *config.values()] if isinstance(config, dict) else []
+    counts = [
+        value
+        for part in parts
+        if isinstance(part, dict)
+        for key, value in part.items()
+        if key.endswith(("layers", "_layer")) and isinstance(value, int)
+    ]
+    most = max(counts, default=0)
+    if most <= _LAYERS:
+        return None
+    stored = 0
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as tensors:
+            stored += len(tensors.keys())
+    if most <= stored:
+        return None
+    return f"{file.name} has {most:,} layers, and the weights {stored:,} tensors"
 
 
 def _indices(directory: Path) -> list[Path]:

@@ -1,4 +1,9 @@
-"""Error messages: the values that they show, and one line instead of a traceback."""
+"""Error messages: the values that they show, and one line instead of a traceback.
+
+Errors that a user can mend are `MENDABLE`; a command prints them in one line. Any other is a bug of
+ours, with a traceback. What software trips over in files that somebody sent is no bug of ours:
+`reading` makes it mendable, and names the file or directory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,10 @@ import reprlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+
+MENDABLE = (ValueError, OSError, NotImplementedError, ImportError)
+_LONGEST = 2000  # characters of a message
 
 
 class _Shown(reprlib.Repr):
@@ -35,11 +44,51 @@ def some(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of an error, which may quote a file, as one line that a terminal prints.
+
+    Control characters become escapes, and what is very long is cut.
+    """
+    lines = (line.strip() for line in str(error).splitlines())
+    text = " ".join(line for line in lines if line)
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: _LONGEST + 1])
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+@contextmanager
+def reading(what: str | Path) -> Iterator[None]:
+    """Refuse in one line what other software cannot read in a model or a record.
+
+    Args:
+        what: is read, a path or a name on the hub.
+
+    Raises:
+        ValueError: the block raised what is not mendable; the message has `what` and the error.
+    """
+    try:
+        yield
+    except MENDABLE:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        if kind == "OutOfMemoryError":  # of a device, whose message says what is in use
+            raise
+        if kind == "UnpicklingError":  # torch's message names the way to run the code
+            raise ValueError(
+                f"{what} holds Python objects beside tensors, which could run code, and is not "
+                "read; ask for the weights as safetensors"
+            ) from error
+        raise ValueError(
+            f"{what} cannot be read ({kind}: {one_line(error)}): its files are damaged, or do not "
+            "belong together"
+        ) from error
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """End the program with one line where the block, before any training, refuses what is asked."""
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)

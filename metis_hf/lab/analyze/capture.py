@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from metis_hf.lab.analyze.stored_weights import WeightSource
 from metis_hf.lab.texts import model_sequences
+from metis_hf.shared.messages import reading
 from metis_hf.shared.quiet import quiet
 
 MICRO_BATCH = 8  # sequences
@@ -40,7 +41,8 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
             "which a text needs. Save it there with tokenizer.save_pretrained, or leave the text "
             "out: weights need none"
         )
-    tokenizer = AutoTokenizer.from_pretrained(source.checkpoint)
+    with reading(source.checkpoint):
+        tokenizer = AutoTokenizer.from_pretrained(source.checkpoint, trust_remote_code=False)
     return model_sequences(
         tokenizer, text, sequences, length, config=source.config, model=source.checkpoint
     )
@@ -55,8 +57,12 @@ def load_model(source: WeightSource) -> PreTrainedModel:
             f"{source.checkpoint}: transformers has no class {name!r}, which its config names; "
             "without text its weights alone can be analyzed"
         )
-    with quiet():
-        return cls.from_pretrained(source.checkpoint).eval().requires_grad_(False)
+    with quiet(), reading(source.checkpoint):
+        return (
+            cls.from_pretrained(source.checkpoint, trust_remote_code=False)
+            .eval()
+            .requires_grad_(False)
+        )
 
 
 def has_loss(model: PreTrainedModel) -> bool:

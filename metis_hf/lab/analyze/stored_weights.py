@@ -28,6 +28,8 @@ from metis_hf.conversion.select import select_modules
 from metis_hf.layers.experts import fused_weights
 from metis_hf.operands import SplitWeight, WeightForm
 from metis_hf.schemes import build_scheme
+from metis_hf.shared.checkpoints import depth_damage, refuse_links
+from metis_hf.shared.messages import reading, shown
 from metis_hf.shared.records import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -88,7 +90,18 @@ class WeightSource:
 
     def __init__(self, checkpoint: str | Path) -> None:
         self.checkpoint = str(checkpoint)
-        self.config: Any = AutoConfig.from_pretrained(self.file("config.json"))
+        if Path(checkpoint).is_dir():
+            refuse_links(checkpoint)
+        with reading(checkpoint):
+            if (damage := depth_damage(Path(checkpoint))) is not None:
+                raise ValueError(f"{checkpoint} is not whole: {damage}; copy its files again")
+            self._open()
+
+    def _open(self) -> None:
+        checkpoint = self.checkpoint
+        self.config: Any = AutoConfig.from_pretrained(
+            self.file("config.json"), trust_remote_code=False
+        )
         stored = getattr(self.config, "quantization_config", None) or {}
         stored = stored if isinstance(stored, dict) else stored.to_dict()
         method = stored.get("quant_method")
@@ -176,6 +189,8 @@ class WeightSource:
             with safe_open(path, "pt") as tensors:
                 return dict.fromkeys(tensors.keys(), path)
         shards = read_json(index)["weight_map"]
+        if away := [shard for shard in set(shards.values()) if Path(shard).name != shard]:
+            raise ValueError(f"{index} names {shown(away[0])}, which is no file beside it")
         paths = {shard: self.file(shard) for shard in sorted(set(shards.values()))}
         return {key: paths[shard] for key, shard in shards.items()}
 

@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from metis_hf.data.chunked import TOKENIZER
 from metis_hf.data.corpus import BYTE_ALPHABET
+from metis_hf.deploy.source import model_config
 from metis_hf.lab.checkpoint import looking_ahead
 from metis_hf.lab.compare.options import Options, check_model, given_values
 from metis_hf.lab.compare.presets import PRESET_DEFAULTS, PRESETS, schemes
@@ -182,7 +183,7 @@ def _model_of(checkpoint: Path) -> dict[str, Any]:
             f"checkpoint {checkpoint} has no config.json; give a directory that transformers' "
             "save_pretrained wrote"
         )
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = model_config(checkpoint)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"checkpoint {checkpoint} is quantized; start from its dense weights, which "
