@@ -47,7 +47,7 @@ def launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **argume
     if found is None:
         found = _parameters[id(kernel)] = kernel, [(p.name, _kind(p)) for p in kernel.params]
     values: list[Any] = []
-    described: list[Hashable] = [id(kernel)]
+    described: list[Any] = [id(kernel)]
     for name, kind in found[1]:
         value = arguments[name]
         values.append(value)
