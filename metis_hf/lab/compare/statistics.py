@@ -43,16 +43,31 @@ class Interval:
 
 def t_interval(values: Sequence[float]) -> Interval:
     """Return Student's t interval of the mean of independent normal values."""
-    from scipy.stats import t
-
     count = len(values)
     if not values or not all(map(math.isfinite, values)):
         return Interval(math.nan, math.nan, count)
     mean = statistics.fmean(values)
     if count == 1:
         return Interval(mean, math.nan, 1)
-    quantile = float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
-    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(count), count)
+    width = _t_quantile(count - 1) * statistics.stdev(values) / math.sqrt(count)
+    return Interval(mean, width, count)
+
+
+def _t_quantile(freedom: int) -> float:
+    """Return the value between whose negative and itself CONFIDENCE of Student's t lies.
+
+    Abramowitz and Stegun 26.7.3 and 26.7.4, inverted by bisection: scipy may not be there.
+    """
+    low, high = 0.0, math.pi / 2  # angles, whose tangent is t / sqrt(freedom)
+    while low < (angle := (low + high) / 2) < high:
+        term, total = (math.cos(angle), 0.0) if freedom % 2 else (1.0, 0.0)
+        for i in range(freedom % 2 + 1, freedom, 2):
+            total += term
+            term *= i / (i + 1) * math.cos(angle) ** 2
+        total *= math.sin(angle)
+        share = 2 / math.pi * (angle + total) if freedom % 2 else total
+        low, high = (angle, high) if share < CONFIDENCE else (low, angle)
+    return math.tan(angle) * math.sqrt(freedom)
 
 
 def gaps_percent(losses: Mapping[K, float], base: Mapping[K, float]) -> dict[K, float]:
