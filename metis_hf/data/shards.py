@@ -1,0 +1,137 @@
+"""Plain text in memory, tokenized on the spot by all cores: a folder of .txt and .txt.xz files.
+
+Without the package datasets. Files whose name begins with "val" are held out. A text may hold
+several documents with `<|endoftext|>` between them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import lzma
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from metis_hf.data.corpus import (
+    END_OF_TEXT,
+    Document,
+    split_documents,
+    stdlib_documents,
+    train_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HELD_OUT = "val"
+SUFFIXES = (".txt", ".txt.xz")
+_PIECE = 200_000  # characters that one thread tokenizes at a time
+_LEARNED = 8_000_000  # characters that the tokenizer is trained on
+
+
+class Streams(NamedTuple):
+    """Token ids [n], uint16: to train on, and held out."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def text_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files of a folder to train on, and the held-out ones, by name.
+
+    Raises:
+        FileNotFoundError: one of the two is empty.
+    """
+    files = [f for f in sorted(folder.glob("*")) if f.name.endswith(SUFFIXES) and f.is_file()]
+    held_out = [file for file in files if file.name.startswith(HELD_OUT)]
+    train = [file for file in files if file not in held_out]
+    for found, what in ((train, "to train on"), (held_out, f"whose name begins with {HELD_OUT!r}")):
+        if not found:
+            raise FileNotFoundError(f"{folder} has no file {what} that ends in .txt or .txt.xz")
+    return train, held_out
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ValueError: it is not UTF-8, or a packed file is damaged.
+    """
+    try:
+        raw = path.read_bytes()
+        raw = lzma.decompress(raw) if path.suffix == ".xz" else raw
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}; convert the "
+            "file, or take it out of the folder"
+        ) from None
+    except (EOFError, lzma.LZMAError) as error:
+        raise ValueError(
+            f"{path} is damaged or cut short ({error}); make or copy it again"
+        ) from None
+
+
+def tokenize_folder(
+    folder: Path, vocab_size: int, *, tokens: int, characters: int | None = None
+) -> Streams:
+    """Train a byte-level BPE tokenizer on the first file of a folder, and return all tokens.
+
+    Args:
+        folder: see `text_files`.
+        vocab_size: of the tokenizer, at most 65,536.
+        tokens: to train on; no file is read after these.
+        characters: of each file, at most; None takes all.
+
+    Raises:
+        FileNotFoundError, ValueError: as `text_files` and `read_text`.
+    """
+    files = text_files(folder)
+    train, held_out = ((read_text(file)[:characters] for file in part) for part in files)
+    return _streams(train, held_out, vocab_size, tokens)
+
+
+def tokenize_embedded(vocab_size: int, *, tokens: int) -> Streams:
+    """Do as `tokenize_folder` with sources of Python's standard library, some of them held out."""
+    splits = split_documents(stdlib_documents())
+    train, held_out = ((d.text for d in part) for part in (splits.train, splits.validation))
+    return _streams(train, held_out, vocab_size, tokens)
+
+
+def _streams(
+    train: Iterator[str], held_out: Iterator[str], vocab_size: int, tokens: int
+) -> Streams:
+    first = next(train)
+    learned = [Document("", piece) for piece in _pieces(first.replace(END_OF_TEXT, ""))]
+    tokenizer = train_tokenizer(learned, vocab_size, max_chars=_LEARNED)
+    return Streams(
+        _encoded(itertools.chain([first], train), tokenizer, tokens)[:tokens],
+        _encoded(held_out, tokenizer, tokens),
+    )
+
+
+def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, most: int) -> np.ndarray:
+    """Return the tokens of texts one after the other, each with an end, up to `most` or more."""
+    backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+
+    def ids(piece: str) -> np.ndarray:
+        (found,) = backend.encode_batch([piece], add_special_tokens=False)  # no lock is held
+        return np.asarray(found.ids, dtype=np.uint16)
+
+    parts: list[np.ndarray] = []
+    count = 0
+    with ThreadPoolExecutor() as pool:
+        for text in texts:
+            whole = text.removesuffix("\n").removesuffix(END_OF_TEXT) + END_OF_TEXT
+            parts += pool.map(ids, _pieces(whole))
+            count = sum(map(len, parts))
+            if count >= most:
+                break
+    return np.concatenate(parts)
+
+
+def _pieces(text: str) -> Sequence[str]:
+    return [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
