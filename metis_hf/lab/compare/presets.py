@@ -6,7 +6,7 @@ transformers, and a scheme that is registered later takes part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,9 +39,12 @@ def _ablations(scheme: str) -> tuple[Variant, ...]:
     )
 
 
-def _ranks(scheme: str) -> tuple[Variant, ...]:
-    """Return the paper's rank sweep, 1.5 % to 12.5 % (Appendix, sensitivity analysis of rank)."""
-    shares = (0.015, 0.03, 0.0625, 0.125)
+# Of the paper's rank sweep (Appendix, sensitivity analysis of rank).
+_SHARES = (0.015, 0.03, 0.0625, 0.125)
+
+
+def _ranks(scheme: str, shares: Sequence[float] = _SHARES) -> tuple[Variant, ...]:
+    """Return a scheme at shares of the full rank, beside the control."""
     return (
         *schemes("bf16"),
         *(
@@ -104,6 +107,19 @@ def _switched() -> tuple[Variant, ...]:
     )
 
 
+def _ladder() -> tuple[Variant, ...]:
+    """Return the schemes of the runs from scratch at 51M parameters, in the order of their worth.
+
+    Ranks 1.5 % and 18 % are of width 640; the interval is of the paper's conference version.
+    """
+    return (
+        *schemes("bf16", "metis", "nvidia", "nvfp4-rne", "quartet2", "four-over-six", "averis"),
+        *_ranks("metis", (0.015, 0.18))[1:],
+        Variant("metis subspaces of 8 steps", {"scheme": "metis", "subspace_interval": 8}),
+        *schemes("metis-paper"),
+    )
+
+
 # The paper's tables and its rank figure, the split weight by itself, the switch, the public grid of
 # Quartet II; the control first.
 PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
@@ -125,9 +141,13 @@ PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
         "quartet2",
         "metis",
     ),
+    "30m": _ladder,
+    "130m": partial(schemes, "bf16", "metis", "nvidia"),
 }
 # Keys of `Options` that a preset sets where nothing else is asked for.
 PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
     "demo": {"size": "demo", "seeds": (0,)},
     "quartet2-30m": {"size": "quartet2-30m", "seeds": (0,)},  # one seed is what is published
+    "30m": {"size": "scale-30m"},
+    "130m": {"size": "scale-130m"},
 }

@@ -3,7 +3,7 @@
 The sizes of 130M, 1.1B and 8B are the paper's (arXiv 2509.00404); recipes/README.md says where each
 of their settings comes from. "tiny" and "demo" train on two CPU cores in minutes. "quartet2-30m"
 is the smallest model of a public grid of FP4 trainings (`compare.published`), set up as its code
-does.
+does. "scale-30m" and "scale-130m" are runs of a minute or a few on one GPU.
 """
 
 from __future__ import annotations
@@ -84,6 +84,27 @@ _PAPER = {
     "save_steps": 1000,
     "save_total_limit": 2,
     "dataloader_num_workers": 2,
+}
+# Of the sizes "scale-": a tenth of the steps up to the learning rate, down to a tenth of it.
+_SCALE = {
+    **_LARGE,
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "warmup_steps": 0.1,
+    "save_steps": 500,
+}
+# Of a tokenizer that is trained on tens of megabytes.
+_SCALE_VOCABULARY = {"vocab_size": 16_384, "bos_token_id": 0, "eos_token_id": 0}
+# Of the smallest model of Quartet II's public grid.
+_LLAMA_30M = {
+    "hidden_size": 640,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 5,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
 }
 # Of a comparison that starts from a checkpoint: the model is the checkpoint's.
 CHECKPOINT = "checkpoint"
@@ -195,17 +216,7 @@ SIZES = {
     # The smallest model of Quartet II's public grid; the technical report says what differs.
     "quartet2-30m": Size(
         model_type="llama",
-        config={
-            "vocab_size": 32000,
-            "hidden_size": 640,
-            "intermediate_size": 1792,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 5,
-            "max_position_embeddings": 512,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-        },
+        config={"vocab_size": 32000, **_LLAMA_30M},
         # Four batches of a device make a step. Tensor scales, the rotation of tokens and wgrad's
         # sum are over one of them, so that another size would be another quantizer.
         training=_training(1.2e-3, 128, **_LARGE, save_steps=500),
@@ -220,6 +231,28 @@ SIZES = {
             "decay_embeddings": False,
             "scaled_residuals": True,
         },
+    ),
+    # The same shape, 51M parameters with its embeddings, and 32,768 tokens a step.
+    "scale-30m": Size(
+        model_type="llama",
+        config={**_LLAMA_30M, **_SCALE_VOCABULARY},
+        training=_training(1.5e-3, 64, **_SCALE),
+        sequence_length=512,
+        global_batch=64,
+        tokens=700 * 64 * 512,
+        eval_sequences=512,
+        health_interval=0,
+    ),
+    # The paper's smallest model with that vocabulary; the learning rate is nanoGPT's.
+    "scale-130m": Size(
+        model_type="gpt2",
+        config={**_gpt2(768, 12, 12), **_SCALE_VOCABULARY},
+        training=_training(6e-4, 32, **_SCALE),
+        sequence_length=1024,
+        global_batch=32,
+        tokens=1000 * 32 * 1024,
+        eval_sequences=256,
+        health_interval=0,
     ),
 }
 # Options over the size "demo" that show the mechanics alone.

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from metis_hf import MetisConfig, scheme_names
 from metis_hf.lab.compare import training as trainings
@@ -14,6 +15,7 @@ from metis_hf.lab.compare.presets import PRESETS
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.compare.training import training_arguments
 from metis_hf.lab.compare.variants import Variant
+from metis_hf.lab.cost import meta_model
 from metis_hf.schemes import build_scheme
 
 
@@ -110,6 +112,19 @@ class TestPlan:
     def test_rank_sweep_has_the_paper_range(self):
         shares = [v.metis_config(0).rank_frac for v in PRESETS["rank"]()[1:]]
         assert shares == [0.015, 0.03, 0.0625, 0.125]
+
+    @pytest.mark.parametrize(
+        ("preset", "parameters", "steps"), [("30m", 51_450_000, 700), ("130m", 98_400_000, 1000)]
+    )
+    def test_the_ladder_has_real_models_and_32k_tokens_a_step(self, preset, parameters, steps):
+        plan = make_plan(preset=preset, needs_data=False)
+        experiment = plan.experiment
+        model = meta_model(AutoConfig.for_model(**experiment.model))
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.01)
+        assert plan.global_batch * experiment.sequence_length == 32_768
+        assert (experiment.steps, plan.seeds) == (steps, (0, 1, 2))
+        shares = [v.metis_config(0).rank_frac for v in plan.variants if "rank" in v.name]
+        assert shares == ([0.015, 0.18] if preset == "30m" else [])
 
     def test_all_schemes_are_those_of_the_registry(self):
         plan = make_plan(schemes=["all"], variants={"mine": {"scheme": "metis", "rank": 2}})
