@@ -73,7 +73,10 @@ def _others(out: Path) -> list[Path]:
 
 
 def _is_stage(stage: Path) -> bool:
-    return stage.is_dir() and not stage.is_symlink() and (stage / LOCK_FILE).is_file()
+    """Return whether a directory of that name is a writer's: it has a lock, or nothing yet."""
+    if stage.is_symlink() or not stage.is_dir():
+        return False
+    return (stage / LOCK_FILE).is_file() or not any(stage.iterdir())
 
 
 def _was_moved(path: Path, stage: Path) -> bool:
@@ -90,7 +93,7 @@ def _was_moved(path: Path, stage: Path) -> bool:
 @contextmanager
 def _held(out: Path, stage: Path) -> Iterator[None]:
     """Hold a hidden directory, empty but for its lock, and remove it after the block."""
-    if stage.is_symlink() or (stage.exists() and not _is_stage(stage) and any(stage.iterdir())):
+    if stage.is_symlink() or (stage.exists() and not _is_stage(stage)):
         raise ValueError(f"{stage} is in the way, and no export made it; remove or rename it")
     with hold(stage / LOCK_FILE, what=out):
         try:

@@ -28,8 +28,17 @@ _DEEPSPEED = "global_step"  # begins the name of a directory
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 # Ends of the names of what is read; a log may lie elsewhere.
-_WEIGHTS = (".safetensors", ".bin")
-_READ = (*_WEIGHTS, ".json", ".model", ".txt", ".jinja", ".spm", ".codes", "_templates")
+_READ = (
+    ".json",
+    ".safetensors",
+    ".bin",
+    ".model",
+    ".txt",
+    ".jinja",
+    ".spm",
+    ".codes",
+    "additional_chat_templates",
+)
 _LAYERS = 1000  # of a config that is believed without a look at the weights
 _ZIP = b"PK"  # begins what torch.save writes
 

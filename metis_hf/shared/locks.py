@@ -74,9 +74,10 @@ def _refusal(path: Path, lock: Path, option: str, what: Path | None) -> str:
         elsewhere = holder["host"] != socket.gethostname()
     except (OSError, ValueError, KeyError, TypeError):  # it has the lock and is about to write
         who, elsewhere = "another process", False
-    if what is None:
-        part = path.with_name(path.name[1 : -len(LOCK_FILE)])
-        what = path.parent if path.name == LOCK_FILE else part
+    if what is None and path.name == LOCK_FILE:
+        what = path.parent
+    elif what is None:
+        what = path.with_name(path.name[1 : -len(LOCK_FILE)])
     message = (
         f"{what} is in use by {who}. Wait for that process or end it, or choose another {option}"
     )

@@ -11,6 +11,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import filelock
 import pytest
 import transformers
 from conftest import ARCHITECTURES, VOCAB, llama
@@ -30,7 +31,7 @@ from metis_hf.schemes import Scheme, registry
 
 
 def export_and_die(source: Path, out: Path, when: str) -> None:
-    """Export, and be killed before anything moves to its place, or halfway through that."""
+    """Export, and be killed as it begins, before anything moves to its place, or amid that."""
 
     def die(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -40,7 +41,9 @@ def export_and_die(source: Path, out: Path, when: str) -> None:
     def rename_or_die(path, target):
         return die() if path.name == "generation_config.json" else rename(path, target)
 
-    if when == "written":
+    if when == "begun":
+        filelock.FileLock = die
+    elif when == "written":
         metis_hf.deploy.checkpoint.report_section = die
     else:
         Path.rename = rename_or_die
@@ -270,7 +273,7 @@ class TestErrors:
         assert report.packed == ()
         assert {path.name for path in tmp_path.iterdir()} == {"metis", "out"}
 
-    @pytest.mark.parametrize("when", ["written", "moving"])
+    @pytest.mark.parametrize("when", ["begun", "written", "moving"])
     def test_what_a_killed_export_left(self, when, tmp_path):
         """The next one removes it and succeeds; whatever else lies there stays, and is refused."""
         source, out = checkpoint(tmp_path / "metis", scheme="nvfp4-rne"), tmp_path / "out"

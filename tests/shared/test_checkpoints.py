@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conversion.run_tools import converted, trainer
+from safetensors.torch import save_file
 
 from metis_hf.lab.model_source import open_checkpoint
-from metis_hf.shared.checkpoints import checkpoint_damage, file_damage, last_checkpoint
+from metis_hf.shared.checkpoints import (
+    checkpoint_damage,
+    file_damage,
+    last_checkpoint,
+    model_damage,
+    refuse_links,
+)
 from metis_hf.training import resume
 
 CUT = ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", "config.json"]
@@ -182,3 +191,54 @@ class TestEvaluation:
         cut(copied / "checkpoint-4/model.safetensors")
         with pytest.raises(ValueError, match=r"checkpoint-4: model.safetensors is cut short"):
             open_checkpoint(copied / "checkpoint-4")
+
+
+class TestLinks:
+    """Of a model's files; what they point to would be read in its name."""
+
+    def test_out_of_the_directory(self, tmp_path):
+        (tmp_path / "secret.json").touch()
+        (tmp_path / "run" / "model").mkdir(parents=True)
+        link = tmp_path / "run" / "model" / "tokenizer.json"
+        link.symlink_to("../../secret.json")
+        with pytest.raises(ValueError, match=rf"{link} is a link to .*secret\.json, outside of"):
+            refuse_links(link.parent)
+        link.unlink()
+        (tmp_path / "run" / "linked").symlink_to(tmp_path)
+        with pytest.raises(ValueError, match=r"run/linked is a link to"):
+            refuse_links(tmp_path / "run" / "linked", tmp_path / "run")
+
+    def test_within_it_and_by_its_user(self, tmp_path):
+        (tmp_path / "run" / "model").mkdir(parents=True)
+        (tmp_path / "run" / "tokenizer.json").touch()
+        (tmp_path / "run" / "model" / "tokenizer.json").symlink_to("../tokenizer.json")
+        (tmp_path / "run" / "train.log").symlink_to("/dev/null")
+        (tmp_path / "latest").symlink_to("run")
+        refuse_links(tmp_path / "run" / "model", tmp_path / "run")
+        refuse_links(tmp_path / "latest")
+
+    def test_of_the_hub_s_cache(self, tmp_path):
+        snapshot = tmp_path / "models--a--b" / "snapshots" / "0"
+        snapshot.mkdir(parents=True)
+        (tmp_path / "models--a--b" / "blobs").mkdir()
+        (tmp_path / "models--a--b" / "blobs" / "1").touch()
+        (snapshot / "config.json").symlink_to("../../blobs/1")
+        refuse_links(snapshot)
+        (snapshot / "vocab.json").symlink_to("../../../secret.json")
+        with pytest.raises(ValueError, match=r"vocab\.json is a link"):
+            refuse_links(snapshot)
+
+
+def test_a_config_of_more_layers_than_its_weights(tmp_path):
+    """Building a million takes minutes and gigabytes before the first weight is read."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for config, said in (
+        ({"num_hidden_layers": 1_000_000}, "config.json has 1,000,000 layers, and the weights 1 "),
+        ({"text_config": {"n_layer": 10**30}}, "config.json has 1,000,000,000,000"),
+        ({"num_hidden_layers": 1000}, None),
+        ({"layers": "many"}, None),
+        ([1], None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        damage = model_damage(tmp_path)
+        assert damage is None if said is None else said in damage
