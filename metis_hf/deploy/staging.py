@@ -66,7 +66,7 @@ def _stage(place: Path, out: Path) -> Path:
 
 
 def _others(out: Path) -> list[Path]:
-    """Return what lies in a directory and no writer of ours was about to move there."""
+    """Return the entries of a directory but those that a killed writer left or moved there."""
     stage = _stage(out, out)
     left = {stage.name} if _is_stage(stage) else set()
     return [path for path in out.iterdir() if path.name not in left and not _was_moved(path, stage)]

@@ -27,7 +27,7 @@ _OPTIMIZER = "optimizer"
 _DEEPSPEED = "global_step"  # begins the name of a directory
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
-# Ends of the names of what is read; a log may lie elsewhere.
+# Endings of names of files that are read; a log may lie elsewhere.
 _READ = (
     ".json",
     ".safetensors",

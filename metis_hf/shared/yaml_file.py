@@ -50,7 +50,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def _count(node: Any, known: dict[int, int]) -> int:
-    """Return how many nodes a node of YAML stands for, aliases written out."""
+    """Return the number of nodes that a node of YAML stands for, aliases written out."""
     if id(node) not in known:
         parts = node.value if node is not None and isinstance(node.value, list) else []
         parts = [each for part in parts for each in (part if isinstance(part, tuple) else [part])]
