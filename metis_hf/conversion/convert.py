@@ -47,7 +47,7 @@ from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import as_linear, convert_linear, linear_shape, make_layer
 from metis_hf.layers.native import why_emulated
 from metis_hf.layers.packed import packed_layers
-from metis_hf.layers.sharding import is_sharded
+from metis_hf.layers.parallelism import is_sharded
 from metis_hf.layers.token_mask import DECODER_MASK, TokenMask
 from metis_hf.schemes.unread import unread_fields
 

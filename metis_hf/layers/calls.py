@@ -1,4 +1,4 @@
-"""Whether a layer was called: a model or a loss that reads its weight computes past its scheme."""
+"""Takes note of a layer's calls: a model or a loss that reads its weight passes its scheme by."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class Calls:
 
     @property
     def any(self) -> bool:
-        """Whether the layer was called."""
+        """True if the layer was called."""
         return self._eager or self._traced

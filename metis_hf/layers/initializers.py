@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metis_hf.layers.sharding import is_sharded
+from metis_hf.layers.parallelism import is_sharded
 from metis_hf.noise import fingerprint
 from metis_hf.operands import SplitWeight
-
-if TYPE_CHECKING:
-    from metis_hf.layers.linear import MetisLayer
 
 Mark = list[tuple[int, int, int]]
 
@@ -25,7 +22,7 @@ def mark_of(tensors: Iterable[Tensor]) -> Mark:
     ]
 
 
-def apply_to_layer(layer: MetisLayer, fn: Callable[[nn.Module], Any]) -> None:
+def apply_to_layer(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
     """Call `fn`, which `Module.apply` got, with a converted layer, as itself and as it was.
 
     A function that leaves the layer's parameters alone is called with the plain layer too, which
@@ -69,13 +66,13 @@ def apply_to_layer(layer: MetisLayer, fn: Callable[[nn.Module], Any]) -> None:
             param.requires_grad_(not trains)
 
 
-def _plain(layer: MetisLayer) -> Any:
+def _plain(layer: Any) -> Any:
     plain = layer.to_dense()
     return layer.origin.restore(plain) if layer.origin else plain
 
 
 @torch.no_grad()
-def _take(layer: MetisLayer, plain: Any) -> None:
+def _take(layer: Any, plain: Any) -> None:
     """Take weight and bias of a plain layer; the scheme's state begins again."""
     w = plain.weight.detach()
     w = w.T if layer.conv1d else w  # [o i]

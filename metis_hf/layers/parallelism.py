@@ -97,6 +97,11 @@ def is_spread(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+def is_sharded(param: nn.Parameter) -> bool:
+    """Return whether FSDP2 (a DTensor) or ZeRO-3 shards a parameter."""
+    return is_spread(param) or hasattr(param, "ds_id")
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Return whether transformers has put tensor or expert parallelism around a module."""
     return bool(getattr(module, "_is_hooked", False))

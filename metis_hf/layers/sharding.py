@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from metis_hf.layers.parallelism import is_spread
 
@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 def several_processes() -> bool:
     """Return whether this process trains together with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def is_sharded(param: nn.Parameter) -> bool:
-    """Return whether FSDP2 (a DTensor) or ZeRO-3 shards a parameter."""
-    return is_spread(param) or hasattr(param, "ds_id")
 
 
 def full_tensor(param: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.deployed import deployed_groups
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.layers.sharding import is_sharded, several_processes, whole_params
+from metis_hf.layers.parallelism import is_sharded
+from metis_hf.layers.sharding import several_processes, whole_params
 from metis_hf.numerics import Quantizer
 from metis_hf.schemes.states import StaticScales, largest_magnitude
 from metis_hf.shared.messages import some

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.layers.sharding import is_sharded
+from metis_hf.layers.parallelism import is_sharded
 from metis_hf.operands.kept_weight import KeptWeight
 
 _FORGETTING: MutableMapping[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()

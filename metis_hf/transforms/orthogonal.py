@@ -26,8 +26,8 @@ _WIDEST_BLOCK = 128  # rows, whose Gram matrix one program of a GPU holds
 def next_basis(y: Tensor, basis: Tensor | None = None, *, passes: int = 1) -> Tensor:
     """Return a nearly orthonormal basis [w c] of the rows of y = basis @ (some matrix).
 
-    Each of its rows is made of those of y up to it. Rows by which y falls short of full rank are
-    filled up from the basis before.
+    Row i lies in the span of the first i rows of y, as after Gram and Schmidt. Rows by which y
+    falls short of full rank are filled up from the basis before.
 
     Args:
         y: [w c], w <= c, fp32 or fp64.
