@@ -6,12 +6,14 @@ parameters: "model.layers.0.mlp.experts.down_proj".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from metis_hf.config import MetisConfig
+from metis_hf.conversion.heads import is_router
 from metis_hf.conversion.linears import (
     is_linear,
     why_not_plain,
@@ -20,8 +22,12 @@ from metis_hf.conversion.linears import (
     why_only_read,
 )
 from metis_hf.layers.experts import fused_weights, is_fused_experts
+from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import as_linear, linear_shape
 from metis_hf.schemes import build_scheme
+
+# Names of 2-D parameters that multiply rows; others are tables, such as position embeddings.
+_WEIGHT = re.compile(r"(^|_)(weight|kernel|proj|matrix|w)(_|$)", re.IGNORECASE)
 
 # From the names of a model's modules to the names by which a config means them.
 Naming = Callable[[str], str]
@@ -89,13 +95,19 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str
     else:
         for key, param in unknown_matrices(model, name, module):
             kind = f"{param.dim()}-D parameter of {type(module).__name__}"
-            yield key, f"{kind}, unknown to transformers' experts interface"
+            if param.dim() == 3 or is_of_experts(module):
+                yield key, f"{kind}, unknown to transformers' experts interface"
+            else:
+                yield key, "router" if is_router(module) else f"{kind}, which is no linear layer"
 
 
 def unknown_matrices(
     model: nn.Module, name: str, module: nn.Module
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) of possible matrices of experts in a form that nobody declares.
+    """Yield (name, parameter) of matrices in a form that nobody declares.
+
+    Those of experts, and matrices of modules that are no linear layers: an output head of one's
+    own, routers, the projections of nn.MultiheadAttention and nn.LSTM.
 
     Args:
         model: the whole.
@@ -105,12 +117,28 @@ def unknown_matrices(
     owner = model.get_submodule(name.partition(".parametrizations.")[0])  # under a weight norm, say
     if isinstance(owner, nn.modules.conv._ConvNd):
         return
-    # One matrix for each expert; DBRX has all of them below one another.
-    dims = (2, 3) if "Expert" in type(module).__name__ else (3,)
     for key, param in module.named_parameters(recurse=False):
         # Position embeddings are often [1 n d].
-        if param.dim() in dims and min(param.shape) > 1 and not key.endswith("bias"):
-            yield key, param
+        if min(param.shape, default=0) > 1 and not key.endswith("bias"):
+            # One matrix for each expert; DBRX has all of them below one another.
+            is_matrix = is_of_experts(module) or _is_weight(model, module, key)
+            if param.dim() == 3 or (param.dim() == 2 and is_matrix):
+                yield key, param
+
+
+def is_of_experts(module: nn.Module) -> bool:
+    """Return whether a module says by its class that it holds experts."""
+    return "Expert" in type(module).__name__
+
+
+def _is_weight(model: nn.Module, module: nn.Module, key: str) -> bool:
+    """Return whether a 2-D parameter multiplies rows: by its name, or as an output head's."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag | MetisLayer) or "Embed" in (
+        type(module).__name__
+    ):
+        return False
+    get_head = getattr(model, "get_output_embeddings", None)
+    return bool(_WEIGHT.search(key)) or (get_head is not None and get_head() is module)
 
 
 def _why_not_split(

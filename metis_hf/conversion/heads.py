@@ -50,6 +50,11 @@ def _behind(model: Any, *, inner: bool) -> Iterator[nn.Module]:
         yield from (module for module in model.modules() if module not in inside)
 
 
+def is_router(module: nn.Module) -> bool:
+    """Return whether a module says by its class that it chooses experts."""
+    return _ROUTER_CLASS.search(type(module).__name__) is not None
+
+
 def find_routers(model: nn.Module) -> set[str]:
     """Return the linear layers that choose or weigh experts.
 
@@ -58,7 +63,7 @@ def find_routers(model: nn.Module) -> set[str]:
     """
     routers: set[str] = set()
     for name, module in model.named_modules():
-        if _ROUTER_CLASS.search(type(module).__name__):
+        if is_router(module):
             inside = (key for key, child in module.named_modules() if isinstance(child, nn.Linear))
             routers.update(f"{name}.{key}".strip(".") for key in inside)
         experts = [child for child in module.children() if is_fused_experts(child)]

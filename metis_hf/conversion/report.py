@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from metis_hf.conversion.candidates import unknown_matrices
+from metis_hf.conversion.candidates import is_of_experts, unknown_matrices
 from metis_hf.conversion.linears import is_linear
 from metis_hf.layers.experts import expert_shape, fused_weights, is_fused_experts
 from metis_hf.shared.messages import some
@@ -59,7 +59,8 @@ class ConversionReport:
     Attributes:
         scheme: name of the scheme.
         layers: the converted ones; one for each expert of a fused layer.
-        skipped: linear layers that stay in high precision, with the reason.
+        skipped: linear layers, and matrices of other modules, that stay in high precision, with the
+            reason.
         total_params: parameters of the model before conversion; tied ones count once.
         flops_share: share of the multiplications with weights (linear layers, experts and output
             head; attention scores not counted) that a token spends in converted layers.
@@ -195,9 +196,9 @@ def gemm_weights(model: nn.Module) -> dict[str, float]:
     """Return the multiplications that one token costs, by module name (experts: by weight).
 
     An expert layer counts the experts that a token visits, also where transformers' experts
-    interface does not know it but its module says that there are as many (`num_experts`). Other
-    parameters are not counted. Modules run once; a module that is not used for every token (a
-    decoder beside an encoder) counts as if it were.
+    interface does not know it but its module says that there are as many (`num_experts`). Matrices
+    of other modules count once. Other parameters are not counted. Modules run once; a module that
+    is not used for every token (a decoder beside an encoder) counts as if it were.
     """
     cost: dict[str, float] = {}
     config = getattr(model, "config", None)
@@ -216,10 +217,13 @@ def gemm_weights(model: nn.Module) -> dict[str, float]:
             matrices = dict(unknown_matrices(model, name, module))
             count = getattr(module, "num_experts", None)
             # All of them: LongCat's differ, since some of its experts compute nothing.
-            if all(param.dim() == 3 and len(param) == count for param in matrices.values()):
-                for key, param in matrices.items():
+            known = all(param.dim() == 3 and len(param) == count for param in matrices.values())
+            for key, param in matrices.items():
+                if known:
                     visited = experts_per_token(_config_around(model, name))
                     cost[f"{name}.{key}".removeprefix(".")] = visited * param[0].numel()
+                elif param.dim() == 2 and not is_of_experts(module):
+                    cost[f"{name}.{key}".removeprefix(".")] = float(param.numel())
     return cost
 
 

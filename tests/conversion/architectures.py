@@ -200,7 +200,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Mixtral",
         GROUPED | {"num_local_experts": EXPERTS, "num_experts_per_tok": 2},
         ATTENTION,
-        HEAD,
+        HEAD | _routers("model.layers.{}.mlp.gate.weight"),
         experts=FUSED_EXPERTS,
         mixture=True,
     ),
@@ -208,7 +208,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen2Moe",
         GROUPED | NARROW_EXPERTS | {"shared_expert_intermediate_size": 48},
         f"{ATTENTION} gate_proj up_proj",
-        HEAD | _routers("model.layers.{}.mlp.shared_expert_gate"),
+        HEAD
+        | _routers("model.layers.{}.mlp.gate.weight")
+        | _routers("model.layers.{}.mlp.shared_expert_gate"),
         experts=FUSED_EXPERTS | {"down_proj": LAYERS * (EXPERTS + 1)},  # and the shared expert's
         mixture=True,
     ),
@@ -216,7 +218,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3Moe",
         GROUPED | NARROW_EXPERTS | {"head_dim": 16},
         ATTENTION,
-        HEAD,
+        HEAD | _routers("model.layers.{}.mlp.gate.weight"),
         experts=FUSED_EXPERTS,
         mixture=True,
     ),
@@ -232,7 +234,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
         ATTENTION,
-        HEAD,
+        HEAD | _routers("model.layers.{}.mlp.router.weight"),
         experts=FUSED_EXPERTS,
         mixture=True,
     ),

@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import gpt2, llama
 from native.slow_gemm import SlowGemm
+from torch import nn
 from training.parallel_cases import wide
 from transformers.distributed import DistributedConfig
 
@@ -153,3 +155,46 @@ def test_convolutions_under_a_weight_norm_are_no_experts():
     report = get_metis_model(transformers.Wav2Vec2Model(config), MetisConfig()).metis_report
     assert not any("parametrizations" in name for name in report.skipped)
     assert report.uncounted == ()
+
+
+class NormHead(nn.Module):
+    """An output head of one's own."""
+
+    def __init__(self, name="weight"):
+        super().__init__()
+        self.name = name
+        self.register_parameter(name, nn.Parameter(torch.randn(256, 64) * 0.02))
+
+    def forward(self, hidden):
+        return F.linear(hidden, F.normalize(self.get_parameter(self.name)))
+
+
+class Positions(nn.Module):
+    """A block with a table beside its matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4)
+        self.up = nn.Linear(64, 96)
+        self.positions = nn.Parameter(torch.zeros(16, 64))
+        self.tokens = nn.Embedding(16, 64)
+
+
+@pytest.mark.parametrize("name", ["weight", "W_out", "prototypes"])
+def test_a_head_of_one_s_own_is_listed_and_counted(name):
+    plain = get_metis_model(llama()).metis_report
+    model = llama()
+    model.lm_head = NormHead(name)
+    report = get_metis_model(model, MetisConfig()).metis_report
+    reason = "2-D parameter of NormHead, which is no linear layer"
+    assert report.skipped == {f"lm_head.{name}": reason}
+    assert f"kept in high precision ({reason}): lm_head.{name}" in str(report)
+    assert report.flops_share == plain.flops_share < 1
+    assert report.uncounted == ()
+
+
+def test_matrices_are_listed_and_tables_are_not():
+    config = MetisConfig(scheme="nvfp4", target_modules="all-linear")
+    report = get_metis_model(Positions(), config).metis_report
+    assert set(report.skipped) == {"attention.in_proj_weight", "attention.out_proj"}
+    assert report.flops_share == pytest.approx(64 * 96 / (64 * 96 + 4 * 64 * 64))
