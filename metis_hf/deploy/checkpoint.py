@@ -77,7 +77,7 @@ def export_checkpoint(
     out: str | Path,
     *,
     format: str = "dense",
-    dtype: str = "bfloat16",
+    dtype: str | torch.dtype = "bfloat16",
     low_rank: str = "fold",
     share_scales: bool = True,
     text: str | Path | None = None,
@@ -97,8 +97,8 @@ def export_checkpoint(
         format: "dense", "compressed-tensors" or "modelopt". Where tensor scales are calibrated
             (schemes "w4a4" and "w4a16"), the packed formats hold them, and inputs are quantized as
             the scheme says; else weights alone are.
-        dtype: "bfloat16", "float16" or "float32", for everything that is not packed; a packed
-            checkpoint for the compressed-tensors library takes "bfloat16".
+        dtype: "bfloat16", "float16" or "float32", by name or as torch's, for everything that is not
+            packed; a packed checkpoint for the compressed-tensors library takes "bfloat16".
         low_rank: for weights that are split, in storage or when they are quantized, in
             compressed-tensors: "fold" quantizes the dense weight they represent, in place of the
             quantized parts that they were trained as; "side-file" packs the residual and keeps the
@@ -122,6 +122,8 @@ def export_checkpoint(
             no causal language model, or of tokens that it does not know; a text that is not UTF-8,
             or results that are no JSON object.
     """
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
     for name, value, choices in (
         ("format", format, FORMATS),
         ("dtype", dtype, DTYPES),

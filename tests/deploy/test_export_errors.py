@@ -13,6 +13,7 @@ from pathlib import Path
 
 import filelock
 import pytest
+import torch
 import transformers
 from conftest import ARCHITECTURES, VOCAB, llama
 from forked import exit_code
@@ -123,6 +124,17 @@ class TestErrors:
         for name in ("format", "dtype", "low_rank"):
             match = f"{name}='nf4'; choose one of"
             self.refused(tmp_path, tmp_path / "out", match, **{name: "nf4"})
+
+    def test_a_dtype_of_torch_s_is_its_name(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", scheme="nvfp4")
+        report = export_checkpoint(source, tmp_path / "out", dtype=torch.float16)
+        assert report.dtype == "float16"
+        assert (
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype
+            is torch.float16
+        )
+        match = "dtype='float64'; choose one of bfloat16, float16, float32"
+        self.refused(source, tmp_path / "wide", match, dtype=torch.float64)
 
     def test_packed_in_a_dtype_that_the_library_does_not_unpack_to(self, tmp_path):
         """Such a checkpoint loads, and its first forward pass mixes two dtypes."""
