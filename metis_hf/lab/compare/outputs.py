@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from metis_hf.config import MetisConfig
 from metis_hf.lab.compare import loss_figures, loss_table, published
 from metis_hf.lab.compare.plan import ComparisonPlan
-from metis_hf.lab.compare.results import SchemeResult
+from metis_hf.lab.compare.results import SchemeResult, compact
 from metis_hf.lab.compare.statistics import Summary, summarize
 from metis_hf.lab.compare.step_times import TIMES_FILE, load_times
 from metis_hf.lab.cost import meta_model, model_overhead
@@ -76,7 +76,7 @@ def write_outputs(
         **environment(),
         "findings": sentences,
         "summaries": [asdict(summary) for summary in summaries],
-        "runs": [_compact(result) for result in results],
+        "runs": [compact(result) for result in results],
     }
     write_json(out / RECORD_FILE, record)
     write_tables(summaries, results, out, sentences, plan.reference, timed=timed)
@@ -184,18 +184,6 @@ def _mixed(
             found.setdefault(value, set()).update(schemes)
     text = "; ".join(f"{value}: {', '.join(sorted(schemes))}" for value, schemes in found.items())
     return [f"Runs of different {what}. {text}."] if text else []
-
-
-def _compact(result: SchemeResult) -> dict[str, Any]:
-    """Return a run without what fills pages: curves rounded, health and raw results left out."""
-    left_out = {"summary", "evaluation", "history"}
-    left_out |= {name for name in ("machine", "code") if not getattr(result, name)}
-    curve = {
-        "step": [int(entry["step"]) for entry in result.history],
-        "loss": [round(entry["loss"], 5) for entry in result.history],
-    }
-    values = asdict(result)
-    return {name: values[name] for name in values if name not in left_out} | {"curve": curve}
 
 
 def _terminal(summaries: Sequence[Summary], reference: str | None, *, timed: bool) -> RichTable:

@@ -81,6 +81,18 @@ def save_result(run: Path, result: SchemeResult, key: str = "") -> None:
     Store(run).put(RECORD, key, asdict(result))
 
 
+def compact(result: SchemeResult) -> dict[str, Any]:
+    """Return a run without what fills pages: curves rounded, health and raw results left out."""
+    left_out = {"summary", "evaluation", "history"}
+    left_out |= {name for name in ("machine", "code") if not getattr(result, name)}
+    curve = {
+        "step": [int(entry["step"]) for entry in result.history],
+        "loss": [round(entry["loss"], 5) for entry in result.history],
+    }
+    values = asdict(result)
+    return {name: values[name] for name in values if name not in left_out} | {"curve": curve}
+
+
 def headlines(result: EvalResult, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return task -> {"metric", "value", "stderr", "share"} for the table."""
     from metis_hf.lab.evaluate.results import is_share

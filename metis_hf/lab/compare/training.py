@@ -6,12 +6,13 @@ that was interrupted goes on from its last whole checkpoint. Recipes take their 
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -20,12 +21,14 @@ from metis_hf.conversion.convert import get_metis_model
 from metis_hf.data.chunked import causal_batch
 from metis_hf.lab.compare.meters import OnStep, PeakMemory, StepClock
 from metis_hf.lab.compare.optimization import ExperimentTrainer, scale_residuals
+from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.variants import Experiment, Variant
 from metis_hf.shared.checkpoints import last_checkpoint
 from metis_hf.shared.devices import device_of
-from metis_hf.shared.records import bf16_units
+from metis_hf.shared.records import bf16_units, device_name
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.cuda_graph import obstacles
+from metis_hf.training.precision import high_precision
 
 if TYPE_CHECKING:
     import datasets
@@ -160,14 +163,46 @@ def train(
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     # A step that was measured takes longer; it carries the figures in its entry.
     normal = [e["step_seconds"] for e in history if "metis/nonfinite_tensors" not in e]
+    # A callback may have ended the run before its first log entry.
+    times = normal or [e["step_seconds"] for e in history] or [math.nan]
     return Trained(
         trainer=trainer,
         directory=directory,
         summary=str(model.metis_report),
         history=history,
-        seconds_per_step=statistics.median(normal or [e["step_seconds"] for e in history]),
+        seconds_per_step=statistics.median(times),
         peak_memory=memory.bytes(),
         parameters=parameters,
+    )
+
+
+def held_out_result(
+    trained: Trained, variant: Variant, seed: int, held_out: Any, code: dict[str, str | None]
+) -> SchemeResult:
+    """Take the losses of a trained run on held-out sequences, and return its result."""
+    trainer = trained.trainer
+    loss = trainer.evaluate(held_out)["eval_loss"]
+    assert trainer.model is not None
+    with high_precision(trainer.model):  # under a name of its own in the log
+        dense = trainer.evaluate(held_out, metric_key_prefix="eval_dense")["eval_dense_loss"]
+    return SchemeResult(
+        scheme=variant.name,
+        config=variant.metis_config(seed).to_dict(),
+        summary=trained.summary,
+        loss=loss,
+        tasks={},
+        seconds_per_step=trained.seconds_per_step,
+        history=trained.history,
+        seed=seed,
+        peak_memory=trained.peak_memory,
+        parameters=trained.parameters,
+        precision_schedule=variant.precision_schedule,
+        loss_dense=dense,
+        machine={
+            "device": device_name(trainer.args.device),
+            "precision": "bf16" if trainer.args.bf16 else "fp32",
+        },
+        code=code,
     )
 
 

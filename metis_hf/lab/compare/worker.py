@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,16 @@ import transformers
 
 from metis_hf.lab.compare.data import load_data
 from metis_hf.lab.compare.plan import with_accumulation
-from metis_hf.lab.compare.results import SchemeResult, headlines, save_result
+from metis_hf.lab.compare.results import headlines, save_result
 from metis_hf.lab.compare.tasks import SPEC_FILE
-from metis_hf.lab.compare.training import Trained, drop_checkpoints, train
+from metis_hf.lab.compare.training import Trained, drop_checkpoints, held_out_result, train
 from metis_hf.lab.compare.variants import Experiment, Variant
 from metis_hf.schemes import import_schemes
 from metis_hf.shared import checkpoints
 from metis_hf.shared.devices import device_of
 from metis_hf.shared.processes import end_with_parent
 from metis_hf.shared.quiet import quiet
-from metis_hf.shared.records import commit, device_name, read_json
-from metis_hf.training.precision import high_precision
+from metis_hf.shared.records import commit, read_json
 
 
 def say(**values: Any) -> None:
@@ -67,34 +67,11 @@ def run(directory: Path) -> None:
         on_step=lambda step, loss: say(step=step, loss=loss),
     )
     say(status="evaluating")
-    trainer = trained.trainer
-    loss = trainer.evaluate(held_out)["eval_loss"]
-    assert trainer.model is not None
-    with high_precision(trainer.model):  # under a name of its own in the log
-        dense = trainer.evaluate(held_out, metric_key_prefix="eval_dense")["eval_dense_loss"]
-    if not trainer.is_world_process_zero():
+    result = held_out_result(trained, variant, experiment.seed, held_out, code)
+    if not trained.trainer.is_world_process_zero():
         return
     tasks, evaluation = _scores(trained, spec) if spec["tasks"] else ({}, {})
-    result = SchemeResult(
-        scheme=variant.name,
-        config=variant.metis_config(experiment.seed).to_dict(),
-        summary=trained.summary,
-        loss=loss,
-        tasks=tasks,
-        seconds_per_step=trained.seconds_per_step,
-        history=trained.history,
-        evaluation=evaluation,
-        seed=experiment.seed,
-        peak_memory=trained.peak_memory,
-        parameters=trained.parameters,
-        precision_schedule=variant.precision_schedule,
-        loss_dense=dense,
-        machine={
-            "device": device_name(trainer.args.device),
-            "precision": "bf16" if trainer.args.bf16 else "fp32",
-        },
-        code=code,
-    )
+    result = replace(result, tasks=tasks, evaluation=evaluation)
     save_result(directory, result, spec["key"])
     drop_checkpoints(directory)  # `model` has the weights
 
