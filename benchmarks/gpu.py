@@ -3,6 +3,7 @@
     python3 benchmarks/gpu.py                            # everything, within 40 minutes
     python3 benchmarks/gpu.py --parts kernels,layer      # these parts
     python3 benchmarks/gpu.py --minutes 9 --out DIR      # ends in time; the same command goes on
+    python3 benchmarks/gpu.py --parts scale --text DIR   # runs from scratch, DIR of .txt or .txt.xz
     python3 benchmarks/gpu.py --device cpu --quick       # tiny sizes, to see that it runs
 
 It needs python with torch, transformers and accelerate, and installs and downloads nothing. Each
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from on_gpu import ROOT, kernels, machine, page, parts, suite
@@ -56,6 +58,12 @@ def compare(context: Context) -> Iterator[Item]:
     yield from items(context)
 
 
+def scale(context: Context) -> Iterator[Item]:
+    from on_gpu.scale import scale as items
+
+    yield from items(context)
+
+
 # In the order of their worth, should time not suffice for all.
 PARTS: dict[str, Part] = {
     "tests": suite.tests,
@@ -65,6 +73,7 @@ PARTS: dict[str, Part] = {
     "fidelity": parts.fidelity,
     "compare": compare,
     "native": parts.native,
+    "scale": scale,
 }
 
 
@@ -115,8 +124,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", type=first_device, help="default: cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--model", help="fidelity: directory of a causal language model")
-    parser.add_argument("--text", type=Path, help="fidelity: UTF-8 file")
-    parser.add_argument("--data", type=Path, help="compare: directory of chunked tokens")
+    parser.add_argument("--text", type=Path, help="fidelity: UTF-8 file; scale: folder of them")
+    parser.add_argument("--data", type=Path, help="compare, scale: directory of chunked tokens")
     parser.add_argument(
         "--schemes", type=schemes, default=SCHEMES,
         help=f"compare: default {','.join(SCHEMES)}",
@@ -134,8 +143,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
                 "torch sees no CUDA device; to see that the parts run, add --device cpu --quick"
             )
         args.device = torch.device("cuda")
-    if (args.model is None) != (args.text is None):
-        parser.error("--model and --text belong together: give both or none")
+    if (args.model is None) == (args.text is not None and not args.text.is_dir()):
+        parser.error(
+            "--model and --text belong together: give both or none. The part scale takes --text "
+            "without --model, a folder of .txt or .txt.xz files"
+        )
     try:
         _check_inputs(args)
     except (ValueError, OSError) as error:
@@ -147,7 +159,7 @@ def _check_inputs(args: argparse.Namespace) -> None:
     """Refuse what a part would not find, before the parts ahead of it are measured."""
     if args.model is not None and not Path(args.model).is_dir():
         raise FileNotFoundError(f"--model {args.model} is no directory; nothing is downloaded")
-    if args.text is not None and not args.text.is_file():
+    if args.model is not None and not args.text.is_file():
         raise FileNotFoundError(f"--text {args.text} is no file")
     if args.data is not None:
         read_meta(args.data)
@@ -188,15 +200,17 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
     facts, commit = machine.facts(args.device, args.quick), machine.commit(ROOT)
     record = Record(places.record, facts, machine.IDENTITY, *places.copies[:1])
     record.begin_call(args.minutes, commit)
+    work = args.work or ROOT / "runs" / f"gpu-{name}{'-quick' if args.quick else ''}"
     context = Context(
         device=args.device,
         quick=args.quick,
         clock=clock,
         entry=record.part,
-        work=args.work or ROOT / "runs" / f"gpu-{name}{'-quick' if args.quick else ''}",
+        work=work,
         model=args.model,
         text=args.text,
         data=args.data,
+        tokens=_tokens_of_scale(args, work),
         schemes=args.schemes,
         train_minutes=args.train_minutes,
     )
@@ -236,6 +250,17 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
         command = "the same command without --again" if args.again else "the same command"
         say(f"the minutes are over: {command} goes on where this one stopped")
     return int(any(entry.state == FAILED for entry in entries))
+
+
+def _tokens_of_scale(args: argparse.Namespace, work: Path) -> Any:
+    """The tokens of the part `scale`, read before anything is measured; None without a text."""
+    text = args.text if args.model is None else None
+    data = args.data if args.parts == ["scale"] else None  # a call of all parts has them for one
+    if "scale" not in args.parts or (text is None and data is None and not args.quick):
+        return None
+    from on_gpu.scale import open_text
+
+    return open_text(text, data, args.quick, work)
 
 
 def _measure_anew(

@@ -178,10 +178,10 @@ def plan(comparison: Comparison) -> Row:
             except torch.OutOfMemoryError:
                 if device_batch == 1:
                     raise
-                device_batch = _half(device_batch, comparison.batch)
+                device_batch = half(device_batch, comparison.batch)
             else:
-                if _steps(trained) < steps:
-                    raise CutOff(f"{scheme} was tried for {_steps(trained)} of {steps} steps")
+                if steps_of(trained) < steps:
+                    raise CutOff(f"{scheme} was tried for {steps_of(trained)} of {steps} steps")
                 seconds[scheme], parameters = trained.seconds_per_step, trained.parameters
                 del trained
             free_memory()
@@ -213,7 +213,7 @@ def plan(comparison: Comparison) -> Row:
     }
 
 
-def _half(device_batch: int, batch: int) -> int:
+def half(device_batch: int, batch: int) -> int:
     """The next smaller number of sequences that divides the batch."""
     return max(n for n in range(1, device_batch) if batch % n == 0)
 
@@ -223,8 +223,8 @@ def run_scheme(comparison: Comparison, scheme: str, planned: Row) -> Row:
     run = _runs(comparison.context) / scheme
     steps, resumed = planned["steps"], last_checkpoint(run) is not None
     trained = comparison.train(scheme, steps, planned["device_batch"], run)
-    if _steps(trained) < steps:
-        done = f"{_steps(trained)} of {steps} steps are done"
+    if steps_of(trained) < steps:
+        done = f"{steps_of(trained)} of {steps} steps are done"
         raise OutOfTime(f"{done}; it goes on from its checkpoint")
     loss = trained.trainer.evaluate(comparison.held_out)["eval_loss"]
     every = max(1, len(trained.history) // _CURVE)
@@ -245,6 +245,6 @@ def _runs(context: Context) -> Path:
     return context.work / "compare"
 
 
-def _steps(trained: Trained) -> int:
+def steps_of(trained: Trained) -> int:
     """Steps that a training has done."""
     return trained.trainer.state.global_step

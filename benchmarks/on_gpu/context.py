@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from timing import Row
 
 from on_gpu.record import Clock, Entry
+
+if TYPE_CHECKING:
+    from on_gpu.scale import Text
 
 TOKENS = 8192  # of a layer's input
 
@@ -27,6 +31,7 @@ class Context:
         model: directory of a causal language model, for `fidelity`.
         text: UTF-8 file, for `fidelity`.
         data: directory of chunked tokens, for `compare`.
+        tokens: that `scale` trains on.
         schemes: that `compare` trains.
         train_minutes: that `compare` trains, all schemes together.
     """
@@ -39,6 +44,7 @@ class Context:
     model: str | None = None
     text: Path | None = None
     data: Path | None = None
+    tokens: Text | None = None
     schemes: tuple[str, ...] = ()
     train_minutes: float = 12.0
 
@@ -55,6 +61,8 @@ class Context:
                 "schemes": list(self.schemes),
                 "train_minutes": self.train_minutes,
             }
+        if self.tokens is not None:
+            found["scale"] = self.tokens.options
         return found
 
     @property

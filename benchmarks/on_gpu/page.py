@@ -253,6 +253,13 @@ def _native(entry: Entry) -> str:
     return table(columns, cells) if cells else ""
 
 
+def _scale(entry: Entry) -> str:
+    import scale_table
+
+    rows = scale_table.rows_of(entry.items)
+    return scale_table.markdown(rows) if rows else ""
+
+
 _TITLES = {
     "tests": "Tests that need a GPU",
     "kernels": "Quantizers",
@@ -261,6 +268,7 @@ _TITLES = {
     "fidelity": "Fidelity",
     "compare": "Comparison",
     "native": "Real FP4 GEMMs",
+    "scale": "From scratch at real size",
 }
 _SECTIONS: dict[str, Callable[[Entry], str]] = {
     "tests": _tests,
@@ -270,4 +278,5 @@ _SECTIONS: dict[str, Callable[[Entry], str]] = {
     "fidelity": _fidelity,
     "compare": _compare,
     "native": _native,
+    "scale": _scale,
 }

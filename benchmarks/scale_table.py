@@ -1,0 +1,119 @@
+"""One table of the part `scale` of several records of `make gpu`.
+
+    python benchmarks/scale_table.py RECORD.json [RECORD.json ...] [--out DIR]
+
+With --out, DIR gets table.md and scale.json, the runs themselves. Records whose runs are of other
+numerics, tokens or settings are refused. Of a run that several have, the first is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import on_gpu  # noqa: F401  # makes metis_hf importable
+from timing import Row
+
+from metis_hf.lab.compare import loss_table
+from metis_hf.lab.compare.results import SchemeResult
+from metis_hf.lab.compare.statistics import summarize
+from metis_hf.shared.records import read_json, write_json
+
+REFERENCE = "metis"
+_SAME = {"numerics": "numerics", "tokens_digest": "tokens", "settings": "settings of training"}
+
+
+def rows_of(items: dict[str, Row]) -> dict[str, Row]:
+    """The units of a record's part that have a loss."""
+    return {
+        key: {**row, "numerics": row["code"]["sha256"]}
+        for key, row in items.items()
+        if "loss" in row
+    }
+
+
+def joined(paths: Sequence[Path]) -> dict[str, Row]:
+    """The units of several records.
+
+    Raises:
+        ValueError: a file is no record, none has a unit, or they do not belong together.
+    """
+    rows: dict[str, Row] = {}
+    first: dict[tuple[str, str], tuple[Path, Row]] = {}
+    for path in paths:
+        record = read_json(path)
+        if not isinstance(record, dict) or "parts" not in record:
+            raise ValueError(f"{path} is no record of make gpu")
+        for key, row in rows_of(record["parts"].get("scale", {}).get("items", {})).items():
+            for name, title in _SAME.items():
+                where, other = first.setdefault((row["preset"], name), (path, row))
+                if row[name] != other[name]:
+                    raise ValueError(
+                        f"{path} has runs of {row['preset']} with other {title} ({row[name][:12]}, "
+                        f"commit {row['code']['commit']}) than {where} ({other[name][:12]}, commit "
+                        f"{other['code']['commit']}), which make no table; leave one of them out"
+                    )
+            rows.setdefault(key, row)
+    if not rows:
+        raise ValueError(f"no run of the part scale in {', '.join(map(str, paths))}")
+    return rows
+
+
+def markdown(rows: dict[str, Row]) -> str:
+    """A table for each preset, what the runs share, and what can be told from them."""
+    texts = []
+    for preset in dict.fromkeys(row["preset"] for row in rows.values()):
+        own = [row for row in rows.values() if row["preset"] == preset]
+        summaries = summarize([_result(row) for row in own], REFERENCE)
+        sentences = [_shared(own), *loss_table.findings(summaries, REFERENCE)]
+        if len(batches := sorted({row["device_batch"] for row in own})) > 1:
+            sentences.append(f"Micro-batches of {' and '.join(map(str, batches))} sequences.")
+        body = loss_table.markdown(summaries, REFERENCE) + "\n"
+        texts.append(f"### {preset}\n\n{body}" + "".join(f"- {text}\n" for text in sentences))
+    return "\n".join(texts)
+
+
+def _result(row: Row) -> SchemeResult:
+    known = {field.name for field in fields(SchemeResult)}
+    values = {key: value for key, value in row.items() if key in known}
+    return SchemeResult(**values, summary="", history=[])
+
+
+def _shared(rows: Sequence[Row]) -> str:
+    """Size, tokens, machines and commits of the runs of one preset."""
+
+    def each(values: Sequence[object]) -> str:
+        return " and ".join(dict.fromkeys(map(str, values)))
+
+    row = rows[0]
+    return (
+        f"{row['parameters'] / 1e6:.1f}M parameters, {row['steps']} steps, "
+        f"{row['tokens'] / 1e6:.1f}M tokens of {row['text']} ({row['tokens_digest']}); on "
+        f"{each([r['machine']['device'] + ' in ' + r['machine']['precision'] for r in rows])}; "
+        f"commit {each([r['code']['commit'] or 'not known' for r in rows])}, numerics "
+        f"{row['numerics']}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, help="folder of table.md and scale.json")
+    args = parser.parse_args()
+    try:
+        rows = joined(args.records)
+        text = markdown(rows)
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "table.md").write_text(text)
+            write_json(args.out / "scale.json", rows)
+    except (ValueError, OSError) as error:
+        sys.exit(f"scale_table: {error}")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
