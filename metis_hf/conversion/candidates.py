@@ -106,7 +106,7 @@ def unknown_matrices(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name, parameter) of matrices in a form that nobody declares.
 
-    Those of experts, and matrices of modules that are no linear layers: an output head of one's
+    Experts have them, and modules that are no linear layers: an output head of one's
     own, routers, the projections of nn.MultiheadAttention and nn.LSTM.
 
     Args:
