@@ -223,9 +223,10 @@ def test_coverage_of_mixtral_8x7b():
     assert report.total_params == 46_702_792_704
     assert report.converted_params == attention + 8 * expert
     assert report.converted_params / report.total_params > 0.99
-    # Two experts a token; of what stays, only the head is a GEMM of this model's linear layers.
+    # Two experts a token; the head and the routers stay.
     active = attention + 2 * expert
-    assert report.flops_share == pytest.approx(active / (active + hidden * 32000))
+    stays = hidden * 32000 + blocks * hidden * 8
+    assert report.flops_share == pytest.approx(active / (active + stays))
     assert len(report.layers) == blocks * (4 + 2 * 8)
     assert report.skipped == {"lm_head": "output head"}
     text = str(report)
