@@ -26,7 +26,8 @@ class RunningRange(LayerState):
     """Moving average over optimizer steps of each input channel's largest x and largest -x.
 
     A call uses the average over the steps before its own. Until there is one (the first step, or
-    a layer whose weight never changes), it uses its own extremes. Channels with NaN or infinity are
+    a layer whose weight never changes), it uses its own extremes; so it does where a mean of models
+    (EMA) has made NaN of the infinities that stand for none. Channels with NaN or infinity are
     left out. Two buffers [2 i], the averages and the extremes of the running step, and the mark of
     that step: as soon as the weight is another one, its extremes enter the averages. Maxima do not
     change when a call is repeated, so recomputed forward passes are harmless.
@@ -48,7 +49,7 @@ class RunningRange(LayerState):
     def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
         running, step, of_step = (buffers[name] for name in STATE)
         new = of_step != mark
-        mixed = torch.where(running.isinf(), step, torch.lerp(step, running, DECAY))
+        mixed = torch.where(running.isfinite(), torch.lerp(step, running, DECAY), step)
         running.copy_(torch.where(new & step.isfinite(), mixed, running))
         own = _extremes(x)
         step.copy_(torch.where(new, own, torch.maximum(step, own)))
@@ -80,7 +81,7 @@ class RunningRange(LayerState):
     def range(self, buffers: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value of each channel [i], for a call with input x."""
         running = buffers["running_range"]
-        high, low = torch.where(running.isinf(), _extremes(x), running)
+        high, low = torch.where(running.isfinite(), running, _extremes(x))
         return -low, high
 
 

@@ -16,6 +16,7 @@ from conversion.run_tools import Rows
 from design import some_slow
 from layers.layer_tools import layer_of
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from metis_hf import (
@@ -346,3 +347,24 @@ def test_a_frozen_weight_leaves_the_statistics():
     for x in inputs(3, seed=1):
         layer(x.requires_grad_()).sum().backward()
     assert same(state_of(layer), before)
+
+
+@pytest.mark.parametrize("scheme", CHANNELWISE)
+def test_ranges_of_an_averaged_model(scheme):
+    """Averages of the infinities that stand for no range are none either: calls take their own."""
+    torch.manual_seed(0)
+    _, layer = layer_of(scheme, i=IN, o=OUT)
+    fresh = copy.deepcopy(layer)
+    average = AveragedModel(layer, use_buffers=True)
+    for _ in range(3):
+        average.update_parameters(layer)
+    assert average.module.running_range.isnan().all()
+    (x,) = inputs(1)
+    for mode in (False, True):
+        assert torch.equal(average.train(mode)(x), fresh.train(mode)(x))
+    for _ in range(2):  # of other weights, so that the ranges of the step enter the averages
+        with torch.no_grad():
+            for parameter in average.parameters():
+                parameter.mul_(1.01)
+        average(x)
+    assert average.module.running_range.isfinite().all()
