@@ -87,7 +87,7 @@ class Eden(Conditioner):
 class WarmStarted(Spectral):
     """The subspace of the call before, moved by one power step, as in Dion (arXiv 2504.05295).
 
-    No sketch and no eigenproblem: v = orth(R^T R v) with R the sampled rows. The first call finds
+    No sketch: v = orth(R^T R v) with R the sampled rows. The first call finds
     its subspace as `Spectral` does.
     """
 

@@ -3,8 +3,8 @@
     python eval/studies/subspace_finders.py MODEL TEXT
 
 MODEL is a checkpoint of transformers, nothing is trained; TEXT has documents between lines of
-"<|endoftext|>". Writes eval/results/subspace-finders.json; `--from-scratch DIR` adds the losses of
-`metis-hf compare` from its directory.
+"<|endoftext|>". Writes eval/results/subspace-finders.json, and keeps its parts "from scratch" and
+"noise", whose source eval/results/report/method.md names.
 """
 
 from __future__ import annotations
@@ -216,28 +216,15 @@ def without_a_gap(rows: int = 4096, columns: int = 512) -> dict[str, dict[str, f
     return found
 
 
-def trainings(directory: Path) -> dict[str, dict[str, float]]:
-    """Return the held-out losses of a comparison's runs, by variant and seed."""
-    results = [json.loads(path.read_text()) for path in directory.glob("runs/*/*/result.json")]
-    losses: dict[str, dict[str, float]] = {}
-    for result in sorted(results, key=lambda each: (each["scheme"], each["seed"])):
-        losses.setdefault(result["scheme"], {})[f"seed {result['seed']}"] = result["loss"]
-    return losses
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("text")
-    parser.add_argument("--from-scratch", type=Path, metavar="DIR")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    record = json.loads(OUT.read_text()) if OUT.exists() else {}
-    if args.from_scratch:
-        record["from scratch"] = trainings(args.from_scratch)
-    else:
-        record["torch"] = torch.__version__
-        record["energy"] = without_a_gap()
-        record["errors"] = rounding_errors(args.model, args.text)
-        record["model"] = on_a_model(args.model, args.text)
+    record = json.loads(OUT.read_text()) if OUT.exists() else {}  # keeps what trainings said
+    record["torch"] = torch.__version__
+    record["energy"] = without_a_gap()
+    record["errors"] = rounding_errors(args.model, args.text)
+    record["model"] = on_a_model(args.model, args.text)
     OUT.write_text(json.dumps(record, indent=1) + "\n")

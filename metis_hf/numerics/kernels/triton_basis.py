@@ -18,7 +18,6 @@ from metis_hf.numerics.kernels.layout import readable
 from metis_hf.numerics.kernels.triton_direct import launch
 from metis_hf.numerics.kernels.triton_numbers import bits_of
 
-WIDEST = 128  # rows, of which one block holds the Gram matrix
 _TILE = 4096  # elements of a program that looks for the largest one, or scales
 _PARTS = 1024  # of which a program reads the largest elements at once
 _COLUMNS = 1024  # of a row at once
