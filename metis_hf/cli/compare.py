@@ -65,7 +65,7 @@ def compare(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Chunked tokens of recipes/prepare_data.py; default at size tiny: the "
+            help="A folder of .txt or .txt.xz files, or chunked tokens; default at size tiny: the "
             "standard library's sources."
         ),
     ] = None,

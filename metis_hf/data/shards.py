@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from metis_hf.data.chunked import META
 from metis_hf.data.corpus import (
     END_OF_TEXT,
     Document,
@@ -45,13 +46,17 @@ def text_files(folder: Path) -> tuple[list[Path], list[Path]]:
     Raises:
         FileNotFoundError: one of the two is empty.
     """
-    files = [f for f in sorted(folder.glob("*")) if f.name.endswith(SUFFIXES) and f.is_file()]
+    files = [file for file in sorted(folder.glob("*")) if _is_text(file)]
     held_out = [file for file in files if file.name.startswith(HELD_OUT)]
     train = [file for file in files if file not in held_out]
     for found, what in ((train, "to train on"), (held_out, f"whose name begins with {HELD_OUT!r}")):
         if not found:
             raise FileNotFoundError(f"{folder} has no file {what} that ends in .txt or .txt.xz")
     return train, held_out
+
+
+def _is_text(file: Path) -> bool:
+    return file.name.endswith(SUFFIXES) and file.is_file()
 
 
 def read_text(path: Path) -> str:
@@ -73,6 +78,19 @@ def read_text(path: Path) -> str:
         raise ValueError(
             f"{path} is damaged or cut short ({error}); make or copy it again"
         ) from None
+
+
+def is_text_folder(path: Path) -> bool:
+    """Return whether a directory holds text files, and no tokens that were made of text."""
+    return path.is_dir() and not (path / META).exists() and any(map(_is_text, path.glob("*")))
+
+
+def documents(files: Iterable[Path]) -> Iterator[Document]:
+    """Read the documents of text files, one file at a time; errors as of `read_text`."""
+    for file in files:
+        for number, text in enumerate(read_text(file).split(END_OF_TEXT)):
+            if text.strip():
+                yield Document(f"{file.name}/{number}", text.strip("\n"))
 
 
 def tokenize_folder(

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers import AutoTokenizer
 
+from metis_hf.data.shards import text_files
 from metis_hf.lab.compare.data import embed, load_data
 from metis_hf.lab.compare.dispatch import devices, train_all
 from metis_hf.lab.compare.dry_run import show_plan
@@ -80,7 +82,7 @@ def compare_schemes(
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs}; expected at least 1, the runs side by side")
     store = Store(out)
-    data = Path(plan.data or out / "data")
+    data = out / "data" if plan.data is None or plan.text is not None else Path(plan.data)
     tasks = tasks_of(plan, out)
     number, count = share or (1, 1)
     with quiet(), ExitStack() as lock:
@@ -126,18 +128,23 @@ def _train(
     length = plan.experiment.sequence_length
     if not launcher:
         with_accumulation(plan.experiment, plan.global_batch, processes=1)
-    if plan.data is not None:
-        # Before anything is written, and so that the runs share the cache that this makes.
+    checkpoint = plan.experiment.checkpoint
+    if plan.text is not None:
+        text_files(plan.text)  # before anything is written
+    elif plan.data is not None:
+        # The same, and so that the runs share the cache that this makes.
         load_data(data, plan.validation, plan.of_seed(plan.seeds[0]), plan.eval_sequences)
     with held(plan, store, tasks, array=array, note=progress.note) as waiting:
-        if plan.data is None:
-            some = plan.embedded == "run"
+        if plan.data is None or plan.text is not None:
+            some = plan.embedded == "run" or plan.text is not None
             embed(
                 data,
                 vocab_size=plan.experiment.model["vocab_size"],
                 sequence_length=length,
                 tokens=plan.tokens if some else None,
                 held_out_tokens=plan.eval_sequences * length if some else None,
+                text=plan.text,
+                tokenizer=None if checkpoint is None else AutoTokenizer.from_pretrained(checkpoint),
             )
         slots = 1 if launcher else jobs or max(1, min(devices(), len(waiting)))
         for task in waiting:

@@ -1,7 +1,7 @@
 """The data of a comparison, on disk, so that every process reads the same.
 
-`embed` chunks the standard library's sources once; `load_data` opens them, or what
-recipes/prepare_data.py wrote, for a run.
+`embed` chunks a folder of text or the standard library's sources once; `load_data` opens them, or
+what recipes/prepare_data.py wrote, for a run.
 """
 
 from __future__ import annotations
@@ -30,33 +30,48 @@ def embed(
     sequence_length: int,
     tokens: int | None = None,
     held_out_tokens: int | None = None,
+    text: Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Chunk the standard library's sources into `directory`, if it does not hold them yet.
+    """Chunk text into `directory`, if it does not hold any yet.
 
     Writes `train`, `validation` (other files) and `tokenizer`, which is trained on `train`.
 
     Args:
         directory: where the three go.
-        vocab_size: of the tokenizer.
+        vocab_size: of the tokenizer that is trained.
         sequence_length: tokens per sequence.
         tokens: of `train`, at most; None takes all.
         held_out_tokens: of `validation`, at most; None takes all.
+        text: a folder of .txt or .txt.xz files (`shards.text_files`); None: the sources of
+            Python's standard library.
+        tokenizer: of the model; None trains one.
+
+    Raises:
+        FileNotFoundError, ValueError: as of `shards.text_files` and `shards.read_text`.
     """
     from metis_hf.data.corpus import chunk, split_documents, stdlib_documents, train_tokenizer
+    from metis_hf.data.shards import documents, text_files
 
     if directory.is_dir():
         return
     # Of this process: others of an array may do the same at this moment.
     temporary = directory.with_name(f"{directory.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    splits = split_documents(stdlib_documents())
-    tokenizer = train_tokenizer(splits.train, vocab_size, max_chars=3_000_000)
+    if text is None:
+        splits = split_documents(stdlib_documents())
+        first = train = splits.train
+        held_out = [*splits.validation, *splits.test]
+    else:
+        files, other = text_files(text)
+        first, train, held_out = (list(documents(files[:1])), documents(files), documents(other))
+    if tokenizer is None:
+        tokenizer = train_tokenizer(first, vocab_size, max_chars=3_000_000)
     tokenizer.save_pretrained(temporary / TOKENIZER)
-    held_out = [*splits.validation, *splits.test]
-    for name, documents, most in (
-        (EMBEDDED_TRAIN, splits.train, tokens),
+    for name, each, most in (
+        (EMBEDDED_TRAIN, train, tokens),
         (EMBEDDED_VALIDATION, held_out, held_out_tokens),
     ):
-        chunked = chunk(documents, tokenizer, sequence_length, max_tokens=most)
+        chunked = chunk(each, tokenizer, sequence_length, max_tokens=most)
         chunked.select_columns(["input_ids"]).save_to_disk(temporary / name)
     try:
         temporary.rename(directory)
@@ -90,8 +105,8 @@ def load_data(
     if embedded and (data / TOKENIZER).is_dir():
         if validation is not None:
             raise ValueError(
-                f"validation={validation} beside {data}, which a comparison made of the standard "
-                "library's sources with held-out ones of its own; leave --validation out"
+                f"validation={validation} beside {data}, which a comparison made of text with "
+                "held-out files of its own; leave --validation out"
             )
         train = _embedded(data / EMBEDDED_TRAIN, *fitting)
         held_out = _embedded(data / EMBEDDED_VALIDATION, *fitting)

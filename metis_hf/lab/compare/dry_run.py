@@ -118,10 +118,12 @@ def _describe_data(plan: ComparisonPlan) -> str:
         return (
             "the sources of Python's standard library"
             if plan.embedded
-            else "none is given; a run needs --data DIR of recipes/prepare_data.py"
+            else "none is given; a run needs --data DIR, text files or chunked tokens"
         )
     if not Path(plan.data).is_dir():
         return f"{plan.data}, which is no directory on this machine"
+    if plan.text is not None:
+        return f"{plan.data}, text that is tokenized before the first run"
     if not (Path(plan.data) / META).is_file():
         return plan.data
     held = read_meta(Path(plan.data))["num_tokens"]

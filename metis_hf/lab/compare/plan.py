@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from metis_hf.data.chunked import TOKENIZER
 from metis_hf.data.corpus import BYTE_ALPHABET
+from metis_hf.data.shards import is_text_folder
 from metis_hf.deploy.source import model_config
 from metis_hf.lab.checkpoint import looking_ahead
 from metis_hf.lab.compare.options import Options, check_model, given_values
@@ -40,7 +41,8 @@ class ComparisonPlan:
         size: name of the size that the experiment comes from; "checkpoint" for one.
         global_batch: sequences per optimizer step.
         eval_sequences: held-out sequences that the loss is taken on, at most.
-        data: directory of chunked tokens, or None for the standard library's sources.
+        data: directory of chunked tokens or of text files, or None for the standard library's
+            sources.
         validation: directory of chunked held-out tokens; None takes `data`'s own.
         tasks: of lm-eval, evaluated on every trained model.
         tasks_dir: local data for them, or None for lm-eval's own sources.
@@ -87,6 +89,12 @@ class ComparisonPlan:
     def embedded(self) -> str | None:
         """The corpus where no data are given, as `Size.corpus`; None where a run needs data."""
         return SIZES[self.size].corpus if self.size in SIZES else None
+
+    @property
+    def text(self) -> Path | None:
+        """The folder of text files that `data` names; None where it has tokens, or is None."""
+        folder = None if self.data is None else Path(self.data)
+        return folder if folder is not None and is_text_folder(folder) else None
 
     @property
     def tokens(self) -> int:
@@ -166,8 +174,8 @@ def make_plan(
     if needs_data and plan.data is None and not plan.embedded:
         what = "a checkpoint" if plan.size == CHECKPOINT else f"size {plan.size}"
         raise ValueError(
-            f"{what} needs data: give --data DIR, chunked tokens as "
-            "recipes/prepare_data.py writes them"
+            f"{what} needs data: give --data DIR, text files (.txt, .txt.xz, those named val* "
+            "held out) or chunked tokens as recipes/prepare_data.py writes them"
         )
     return plan
 
@@ -256,10 +264,13 @@ def _check(plan: ComparisonPlan) -> None:
         raise ValueError("no seed to run; name at least one, as in --seeds 0,1,2")
     if plan.experiment.checkpoint is not None and plan.data is not None:
         _check_tokenizer(Path(plan.experiment.checkpoint), Path(plan.data))
-    if plan.validation is not None and plan.data is None:
+    if plan.validation is not None and (plan.data is None or plan.text is not None):
+        source = f"beside text: {plan.text} has"
+        if plan.data is None:
+            source = "without data: the standard library's text has"
         raise ValueError(
-            f"validation={plan.validation} without data: the standard library's sources have "
-            "held-out ones of their own; give --data too, or leave --validation out"
+            f"validation={plan.validation} {source} held-out files of its own; give --data DIR of "
+            "chunked tokens too, or leave --validation out"
         )
     if plan.validation is not None and plan.validation == plan.data:
         raise ValueError(
@@ -295,11 +306,12 @@ def _check_model(plan: ComparisonPlan) -> None:
             f"sequence_length={experiment.sequence_length} does not fit the model's context of "
             f"{context} tokens; choose shorter sequences, or set it under the key model"
         )
-    if plan.data is None and experiment.model["vocab_size"] <= BYTE_ALPHABET:
+    trains = plan.data is None or (plan.text is not None and experiment.checkpoint is None)
+    if trains and experiment.model["vocab_size"] <= BYTE_ALPHABET:
         raise ValueError(
-            f"model: vocab_size={experiment.model['vocab_size']} without data: the standard "
-            f"library's sources need {BYTE_ALPHABET + 1} tokens, the bytes and the end of a text; "
-            "ask for at least that, or give --data"
+            f"model: vocab_size={experiment.model['vocab_size']} without tokens: text needs "
+            f"{BYTE_ALPHABET + 1} of them, the bytes and the end of a text; ask for at least that, "
+            "or give --data DIR of chunked tokens"
         )
 
 
