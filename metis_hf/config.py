@@ -27,7 +27,7 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "outer_scale": ("tensor", "token"),
     "backend": ("emulated", "native", "auto"),
     "two_level": (True, False),
-    "split_weight": (None, True, False),
+    "split_weight": (None, True, False, "side-branch"),
 }
 # A config is read from other people's checkpoints: no value may make a model run for ever.
 _LARGEST = 2**24  # more than any dimension of a weight, and than any number of blocks
@@ -71,12 +71,14 @@ class MetisConfig:
             gradients, by MetisCallback or `layer_states.after_step`; 1 finds them in every call
             (the paper's conference version: 8).
         subspace_refinements: products with each batch's Gram matrix that a kept one takes, 0 to 64.
-        decompose: tensors that "metis" and "metis-paper" split: any of "weight", "activation",
-            "gradient"; None takes the scheme's own: all three for "metis-paper", activations and
-            gradients for "metis".
+        decompose: tensors that "metis", "metis-paper" and the released schemes split: any of
+            "weight", "activation", "gradient"; None takes the scheme's own: activations and
+            gradients for "metis", all three for the others.
         split_weight: store weights as trainable u, s, vh and residual (True) or as one matrix
-            (False), under any scheme but "w4a4" and "w4a16"; None takes the scheme's own: True for
-            "metis-paper", "bf16-split" and "svdquant", False for the others.
+            (False), under any scheme but "w4a4" and "w4a16"; "side-branch": the same factors in
+            high precision, reading the unquantized input beside the GEMM of the residual. None
+            takes the scheme's own: True for "metis-paper", "bf16-split" and "svdquant",
+            "side-branch" for "metis-released" and "mean-released", False for the others.
         operand_mode: "shared", one quantized copy of a tensor for all its GEMMs (the paper), or
             "contraction", one per GEMM with blocks along its contraction dimension (hardware);
             None takes the scheme's own.
@@ -131,7 +133,7 @@ class MetisConfig:
     subspace_interval: int = 1
     subspace_refinements: int = 0
     decompose: tuple[str, ...] | None = None
-    split_weight: bool | None = None
+    split_weight: bool | str | None = None
     operand_mode: str | None = None
     format: str | None = None
     forward_rounding: str | None = None

@@ -173,6 +173,8 @@ def unsupported(layer: MetisLayer) -> str | None:
     direct = layer.eval_scheme.fprop_weight.conditioner.is_direct
     if not direct and _dynamic_split(layer) is None:
         return "its scheme transforms the weight around the quantizer"
+    if isinstance(form := layer.weight_form, SplitWeight) and form.exact_factors:
+        return "its low-rank part stays in high precision, and the layout has none"
     if layer.weight_form.altered:
         return f"its weight is {layer.weight_form.altered} before it is quantized"
     return None

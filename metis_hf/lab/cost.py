@@ -205,7 +205,7 @@ def _encodings(
 def _weight_factors(layer: MetisLayer) -> Iterator[tuple[str, float]]:
     """Count the FLOPs with the stored factors of a split weight: its copies, and gradients."""
     form, scheme = layer.weight_form, layer.scheme
-    if not isinstance(form, SplitWeight):
+    if not isinstance(form, SplitWeight) or form.side_branch:
         return
     product = 2.0 * layer.out_features * layer.in_features * form.rank
     quantized = scheme.fprop_weight.quantizer is not None
@@ -220,6 +220,9 @@ def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
     """Count the FLOPs of the products that GEMMs make apart, and of rotating outputs back."""
     t, i, o = tokens, layer.in_features, layer.out_features
     places = {role: (shape, dim) for role, shape, dim in _places(t, i, o)}
+    form = layer.weight_form
+    if isinstance(form, SplitWeight) and form.side_branch:
+        yield "thin_products", 3 * 2.0 * t * form.rank * (i + o)
     for left, right, (m, n, p) in (
         (Role.FPROP_INPUT, Role.FPROP_WEIGHT, (t, i, o)),
         (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, (t, o, i)),
@@ -249,4 +252,4 @@ def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
 
 def _is_stored_split(layer: MetisLayer, role: Role) -> bool:
     """Return whether a role's operand is a weight that is stored as factors and a residual."""
-    return layer.weight_form.is_split and _TENSORS[role] == "weight"
+    return layer.scheme.multiplies_factors and _TENSORS[role] == "weight"

@@ -8,7 +8,7 @@ package reports missing weights instead of giving a plausible model without its 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -202,20 +202,22 @@ class MetisLayer(nn.Module):
             row_mask = self.row_mask(x)
         keys = self.call_keys(x)
         plan_type, shared = self._plan_type(x, dtype)
+        form, multiplied = self.weight_form.in_gemm(params)
         plan = plan_type(
             scheme,
-            self.weight_form,
+            form,
             dtype,
             keys,
             row_mask,
-            saves_input=torch.is_grad_enabled() and any(p.requires_grad for p in params),
+            saves_input=torch.is_grad_enabled() and any(p.requires_grad for p in multiplied),
             source=None if torch.compiler.is_compiling() else weakref.ref(x),
             state=self.call_state(x, keys, update=self.training),
-            kept=None if torch.compiler.is_compiling() else self._kept(),
+            kept=None if torch.compiler.is_compiling() else self._kept(multiplied),
             **shared,
         )
-        y = QuantizedGemm.apply(x.reshape(-1, i), self.bias, plan, *params)
-        return y.view(*x.shape[:-1], o)
+        y = QuantizedGemm.apply(x.reshape(-1, i), self.bias, plan, *multiplied)
+        y, beside = y.view(*x.shape[:-1], o), self.weight_form.beside(x, params)
+        return y if beside is None else y + beside
 
     def _plan_type(self, x: Tensor, dtype: torch.dtype) -> tuple[type[GemmPlan], dict[str, Any]]:
         """Return the kind of plan for a call with x [... i] and GEMMs in `dtype`.
@@ -234,13 +236,13 @@ class MetisLayer(nn.Module):
             raise ValueError(f"{self.name or 'a quantized layer'}: {refusal(self.config, reason)}")
         return GemmPlan, {}
 
-    def _kept(self) -> KeptWeight | None:
-        """Return the cache of w_hat for this call, if it may have one."""
+    def _kept(self, params: Sequence[Tensor]) -> KeptWeight | None:
+        """Return the cache of w_hat for this call, if it may have one, of these parameters."""
         if not (self.training or torch.is_grad_enabled() or self.shards is not None):
             return self.evaluation_weight if can_keep_in_evaluation(self) else None
         self.evaluation_weight.forget()
         if self.reused_weight is not None:
-            self.reused_weight.called_with(self.weight_params())
+            self.reused_weight.called_with(params)
         return self.reused_weight
 
     def train(self, mode: bool = True) -> MetisLayer:

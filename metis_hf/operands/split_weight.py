@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf.noise import Key
@@ -19,7 +20,7 @@ from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Encoded, LowRank
 from metis_hf.operands.operand import Operand, Quantized
-from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS, WeightForm
+from metis_hf.operands.weight_forms import DENSE, HIGH_PRECISION_BITS, WeightForm
 from metis_hf.transforms import decompose_weight
 
 
@@ -39,6 +40,9 @@ class SplitWeight(WeightForm):
         exact_factors: the factors stay in high precision (arXiv 2411.05007), so that there is
             nothing to compensate: w_hat = (u * s) @ vh + Q(residual), with the operand's
             conditioner around Q.
+        side_branch: the exact factors are a branch of their own that reads the input before it is
+            quantized: y = s (x vh^T) u^T + x_hat Q(residual)^T. Autograd carries its gradients, so
+            that the factors train as plain layers.
         gain: 1 for orthonormal factors, as published. With `unit_rms`, which `sized` turns into
             it, 1 / sqrt(out_features in_features).
     """
@@ -47,11 +51,17 @@ class SplitWeight(WeightForm):
     compensated: bool = True
     unit_rms: bool = False
     exact_factors: bool = False
+    side_branch: bool = False
     gain: float = 1.0
 
     names: ClassVar[tuple[str, ...]] = ("u", "s", "vh", "weight_residual")
     undecayed: ClassVar[tuple[str, ...]] = ("u", "vh")
     is_split: ClassVar[bool] = True
+
+    @classmethod
+    def beside_gemm(cls, rank: int) -> SplitWeight:
+        """Return the form with a side branch, as the authors of 2509.00404 train theirs."""
+        return cls(rank, compensated=False, exact_factors=True, side_branch=True)
 
     def sized(self, out_features: int, in_features: int) -> SplitWeight:
         gain = (out_features * in_features) ** -0.5 if self.unit_rms else 1.0
@@ -66,6 +76,15 @@ class SplitWeight(WeightForm):
         kind = residual.device.type if residual.device.type != "meta" else "cpu"
         with torch.autocast(kind, enabled=False):  # which would round the factors, and the sum
             return torch.addmm(residual, u * (s * self.gain), vh)
+
+    def in_gemm(self, params: Sequence[Tensor]) -> tuple[WeightForm, Sequence[Tensor]]:
+        return (DENSE, params[-1:]) if self.side_branch else (self, params)
+
+    def beside(self, x: Tensor, params: Sequence[Tensor]) -> Tensor | None:
+        if not self.side_branch:
+            return None
+        u, s, vh, _ = params
+        return F.linear(F.linear(x, vh) * (s * self.gain), u)
 
     def quantize(
         self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype

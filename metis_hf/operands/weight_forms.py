@@ -69,6 +69,14 @@ class WeightForm(ABC):
     ) -> Quantized:
         """Return w_hat [o i], as `Operand.__call__`."""
 
+    def in_gemm(self, params: Sequence[Tensor]) -> tuple[WeightForm, Sequence[Tensor]]:
+        """Return the form and the parameters that the layer's GEMMs multiply: all, mostly."""
+        return self, params
+
+    def beside(self, x: Tensor, params: Sequence[Tensor]) -> Tensor | None:
+        """Compute what is added to the GEMM's output for the input x [... i]; None: nothing."""
+        return None
+
     def encodes(self, params: Sequence[Tensor], operand: Operand) -> bool:
         """Return whether `quantize` has two halves, `encode` and `decode`."""
         return operand.has_codes(params[-1])

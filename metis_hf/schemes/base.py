@@ -74,6 +74,11 @@ class Scheme:
         return self.weight.is_split or isinstance(self.fprop_weight.conditioner, Spectral)
 
     @property
+    def multiplies_factors(self) -> bool:
+        """Return whether the weight's stored factors are in the layer's GEMMs, not beside them."""
+        return isinstance(self.weight, SplitWeight) and not self.weight.side_branch
+
+    @property
     def splits(self) -> bool:
         """Return whether any operand is split, so that `rank` says how."""
         return any(self.directions(role) for role in Role)
@@ -95,7 +100,7 @@ class Scheme:
 
     def directions(self, role: Role) -> int:
         """Return the number of directions that the split at `role` keeps; 0: no split."""
-        if self.weight.is_split and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+        if self.multiplies_factors and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
             return self.weight.rank or 0
         conditioner = self.resolve(role)[1].conditioner
         return conditioner.rank if isinstance(conditioner, Spectral) else 0
@@ -157,13 +162,20 @@ class Scheme:
                 changes[role.name.lower()] = operand
         return replace(self, **changes)
 
-    def storing(self, *, split: bool) -> Scheme:
+    def storing(self, *, split: bool | str) -> Scheme:
         """Return the same with weights stored as u, s, vh and residual, or as one matrix.
 
         Factors and residual are then quantized as the matrix was. What conditions or clips the
-        matrix does not apply to them, and the other way round.
+        matrix does not apply to them, and the other way round. With "side-branch" the residual
+        alone is quantized, as the matrix was, conditioned too, and the factors read the input
+        beside its GEMM.
         """
-        if split == self.weight.is_split:
+        if split == "side-branch":
+            corrected = self.corrected
+            if self.multiplies_factors:
+                corrected = corrected - {Role.FPROP_INPUT, Role.DGRAD_GRAD_OUTPUT}
+            return replace(self, corrected=corrected, weight=SplitWeight.beside_gemm(self.rank))
+        if split == (self.multiplies_factors if split else self.weight.is_split):
             return self
         if not split:
             return replace(self, weight=DENSE)

@@ -68,7 +68,7 @@ def _operand(scheme: Scheme, role: Role) -> dict[str, Any]:
     size = quantizer.fmt.block_size
     square = quantizer.tile is Tile.SQUARE
     gemm, kind = SLOTS[role].split(".")
-    split = kind == "weight" and scheme.weight.is_split
+    split = kind == "weight" and scheme.multiplies_factors
     return {
         "format": quantizer.fmt.name,
         "blocks": quantizer.tile.value if size is None else f"{size if square else 1}x{size}",

@@ -75,7 +75,7 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     tensors = config.decompose
     if tensors is None:
         tensors = SPLIT
-    if config.split_weight:  # stored factors are a split, whatever else is
+    if config.split_weight is True:  # stored factors are a split, whatever else is
         tensors = tuple({*tensors, "weight"})
 
     def operand(tensor: str, quantizer: Quantizer, conditioner: Conditioner) -> Operand:

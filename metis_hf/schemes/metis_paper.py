@@ -43,7 +43,7 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
             "them out"
         )
     if config.split_weight is not None:
-        stored_split = config.split_weight
+        stored_split = bool(config.split_weight)
     scheme = three_operands(
         config,
         stochastic_everywhere(config),

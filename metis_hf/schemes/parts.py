@@ -80,11 +80,17 @@ from metis_hf.operands import (
 from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.channel_ranges import Shifting, Smoothing
 from metis_hf.schemes.noise_keys import CallKeys
-from metis_hf.schemes.registry import RANK_MULTIPLE, register_scheme, share_of
+from metis_hf.schemes.registry import (
+    BRANCH_MULTIPLE,
+    RANK_MULTIPLE,
+    register_scheme,
+    share_of,
+)
 from metis_hf.schemes.roles import Role
 from metis_hf.schemes.states import LayerState, Oscillation, StaticScales
 
 __all__ = [
+    "BRANCH_MULTIPLE",
     "HIGH_PRECISION",
     "IDENTITY",
     "IF4",

@@ -23,6 +23,7 @@ Builder = Callable[[MetisConfig, int], Scheme]
 
 CONTROL = "bf16"  # the scheme that quantizes nothing
 RANK_MULTIPLE = 32  # of stored factors: two blocks
+BRANCH_MULTIPLE = 16  # of a side branch, as the authors of Metis train it
 ENTRY_POINTS = "metis_hf.schemes"  # the group of installed packages' schemes
 
 
@@ -231,7 +232,9 @@ def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
     if multiple is None:
         info = scheme_info(config.scheme)
         multiple, least = info.rank_multiple, info.least_rank
-        if config.split_weight and (multiple is None or least > 1):
+        if config.split_weight == "side-branch":
+            multiple = multiple or BRANCH_MULTIPLE
+        elif config.split_weight and (multiple is None or least > 1):
             # Of stored factors, so that any scheme can take them over from any other.
             multiple, least = RANK_MULTIPLE, 1
         kept, multiple = max(kept, least), multiple or 1

@@ -40,7 +40,8 @@ def w4a4(config: MetisConfig, rank: int) -> Scheme:
     """
     if config.split_weight:
         raise ValueError(
-            f'scheme "{config.scheme}" trains what is deployed, and split_weight=True stores '
+            f'scheme "{config.scheme}" trains what is deployed, and '
+            f"split_weight={config.split_weight!r} stores "
             "factors, which no deployed layer has; leave split_weight unset"
         )
     if config.scale_rounding not in (None, "nearest"):

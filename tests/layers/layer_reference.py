@@ -226,7 +226,8 @@ def mean_operand(
     """
     rows = exact(np.full((1, x.shape[0]), 1 / x.shape[0]))
     mean = rows @ exact(x)
-    mean_hat = recording.quantize(mean, replace(row, along="in"))
+    exact_mean = row.conditioner == "mean exact"
+    mean_hat = mean if exact_mean else recording.quantize(mean, replace(row, along="in"))
     ones = exact(np.ones((x.shape[0], 1)))
     rest = exact(x) - ones @ mean
     if signs is None:

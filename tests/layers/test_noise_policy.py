@@ -130,6 +130,8 @@ def keys_of(calls):
 
 def parts_of(operand):
     """How many tensors are quantized for it."""
+    if operand.conditioner == MeanRemoved(exact=True):
+        return 1
     return {Spectral: 3, MeanRemoved: 2, HotChannels: 2}.get(type(operand.conditioner), 1)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from layers.layer_tools import DEPLOYED, layer_of, of_each_kind
+from layers.layer_tools import DEPLOYED, FP4_SCHEMES, layer_of, of_each_kind
 from metis_hf import (
     MetisConfig,
     MetisLinear,
@@ -23,7 +23,8 @@ from metis_hf import (
 from metis_hf.layers.make import convert_linear
 from metis_hf.schemes import Role, build_scheme
 
-SPLIT_BY_THEMSELVES = {"bf16-split", "metis-paper", "svdquant"}
+BESIDE = {"metis-released", "mean-released"}  # factors in a branch of their own
+SPLIT_BY_THEMSELVES = {"bf16-split", "metis-paper", "svdquant", *BESIDE}
 TOKENS, IN, OUT = 40, 64, 48
 
 
@@ -36,13 +37,46 @@ def test_form():
             _, layer = layer_of(scheme, split_weight=split)
             assert type(layer) is (MetisLinear if expected else QuantLinear)
             assert layer.scheme.weight.is_split is expected
-        if own:
+        if own and scheme not in BESIDE:
             config = MetisConfig(scheme=scheme)
             same = build_scheme(config.replace(split_weight=True), IN, OUT)
             assert same == build_scheme(config, IN, OUT)  # in the units of the scheme too
         elif scheme not in DEPLOYED:
             assert layer.weight_form.compensated
             torch.testing.assert_close(layer.u.square().mean(), torch.tensor(1.0))
+
+
+# The clipping of `omniquant` is another form of the weight.
+@pytest.mark.parametrize("scheme", [name for name in FP4_SCHEMES if name != "omniquant"])
+def test_a_side_branch_stands_beside_the_layer_of_the_residual(scheme):
+    """The layer of the residual and two plain ones, in outputs and gradients."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
+    _, layer = layer_of(scheme, split_weight="side-branch", i=IN, o=OUT)
+    alone = nn.Linear(IN, OUT)
+    alone.weight.data, alone.bias.data = layer.weight_residual.data.clone(), layer.bias.data.clone()
+    config = MetisConfig(scheme=scheme, split_weight=False)
+    alone = convert_linear(alone, config, name="layer").train()
+    u, s, vh = (p.detach().clone().requires_grad_() for p in (layer.u, layer.s, layer.vh))
+
+    def branch(read):
+        return nn.functional.linear(nn.functional.linear(read, vh) * s, u)
+
+    found, expected = (x.clone().requires_grad_() for _ in range(2))
+    y = layer(found)
+    exact = alone(expected) + branch(expected)
+    assert torch.equal(y, exact)
+    y.backward(dy)
+    exact.backward(dy)
+    torch.testing.assert_close(found.grad, expected.grad)
+    assert torch.equal(layer.weight_residual.grad, alone.weight.grad)
+    for name, factor in (("u", u), ("s", s), ("vh", vh)):
+        torch.testing.assert_close(getattr(layer, name).grad, factor.grad)
+
+
+def test_deployed_layers_have_no_side_branch():
+    with pytest.raises(ValueError, match="split_weight='side-branch' stores factors"):
+        layer_of("w4a4", split_weight="side-branch")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

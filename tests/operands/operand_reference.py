@@ -178,6 +178,8 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             rank = math.ceil(rank / 4)
         rank = min(rank, *tensor.shape)
         compensated = layer.config.scheme == "metis"
+        if layer.config.scheme == "metis-released":
+            sample_frac = 1.0
         basis = find_basis(
             tensor,
             rank,
@@ -206,6 +208,8 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             residual = recording.quantize(exact(params["weight_residual"]) * s, row).divided_by(s)
             low = (factors[0] * factors[1]) @ factors[2]
             return SplitParts(low + residual, *factors, gain)
+        if row.conditioner == "branch":
+            return recording.quantize(params["weight_residual"], row)
         if row.conditioner.startswith("split"):
             gain = 1.0 if row.conditioner == "split published" else (IN * OUT) ** -0.5
             return split_weight(recording, params, row, gain)
@@ -252,12 +256,30 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
         "x": sum(added["dgrad"], dx),
         "bias": exact(np.ones(TOKENS)) @ exact(dy),
     }
+    if table["fprop.weight"].conditioner == "branch":
+        return with_branch(expected, dw, array(x), array(dy), params)
     if isinstance(done["fprop.weight"], SplitParts):
         return expected | dict(done["fprop.weight"].gradients(dw))
     if table["fprop.weight"].conditioner == "clipped":
         _, gradients = clipped(params["weight"], params["weight_clip"])
         return expected | gradients(dw)
     return expected | {"weight": dw}
+
+
+def with_branch(expected, dw, x: np.ndarray, dy: np.ndarray, params) -> dict[str, Terms]:
+    """Add a branch that reads x as it is, y += (x vh^T) s u^T, and its gradients."""
+    u, s, vh = (exact(params[name]) for name in ("u", "s", "vh"))
+    read, back = exact(x) @ vh.T, exact(dy) @ u  # [t k]
+    scaled = back * s
+    ones = exact(np.ones(len(x)))
+    return expected | {
+        "y": expected["y"] + (read * s) @ u.T,
+        "x": expected["x"] + scaled @ vh,
+        "u": exact(dy).T @ (read * s),
+        "s": ones @ (read * back),
+        "vh": scaled.T @ exact(x),
+        "weight_residual": dw,
+    }
 
 
 # slot -> of a corrected operand: its error is transposed, taken along rows of the other operand's
@@ -300,4 +322,4 @@ def rank_of(layer) -> int:
 
 
 def has_rank(scheme: str) -> bool:
-    return "metis" in scheme or "split" in scheme or scheme == "svdquant"
+    return any(word in scheme for word in ("metis", "split", "released", "svdquant"))

@@ -73,7 +73,8 @@ def test_what_is_named_changes_no_number(scheme, token_ids):
     """All at once, of those that this scheme does not read."""
     wishes = {"sample_frac": 0.5, "n_iter": 3, "decompose": ["gradient"]}
     unread = unread_fields(MetisConfig(scheme=scheme, **wishes))
-    assert len(unread) in (0, 3)
+    # The authors' code samples no rows.
+    assert unread in ([], list(wishes), ["sample_frac"] if scheme == "metis-released" else [])
     wishes = {name: wishes[name] for name in unread}
 
     def loss(**fields):

@@ -110,11 +110,15 @@ def _switched() -> tuple[Variant, ...]:
 def _ladder() -> tuple[Variant, ...]:
     """Return the schemes of the runs from scratch at 51M parameters, in the order of their worth.
 
-    Ranks 1.5 % and 18 % are of width 640; the interval is of the paper's conference version.
+    Ranks 1.5 % and 18 % are of width 640; the interval is of the paper's conference version. The
+    authors' released code has its control: the same trained branch, and nothing quantized.
     """
+    unquantized = {"scheme": "metis-released", "high_precision": ["forward", "backward"]}
     return (
         *schemes("bf16", "metis", "nvidia", "nvfp4-rne", "quartet2", "four-over-six", "averis"),
         *_ranks("metis", (0.015, 0.18))[1:],
+        *schemes("metis-released"),
+        Variant("metis-released in bf16", unquantized),
         Variant("metis subspaces of 8 steps", {"scheme": "metis", "subspace_interval": 8}),
         *schemes("metis-paper"),
     )

@@ -25,9 +25,11 @@ class MeanRemoved(Conditioner):
     Args:
         inner: the conditioner of the rest: with a rotation R it gives R^T Q(R (x - 1 mu)). Rows
             and columns that it pads x with have no mean.
+        exact: the mean is not quantized.
     """
 
     inner: Conditioner = IDENTITY
+    exact: bool = False
 
     uses_row_mask: ClassVar[bool] = True
 
@@ -62,7 +64,7 @@ class MeanRemoved(Conditioner):
         if x.numel() == 0:
             return x.to(dtype)
         mean = row_mean(x, row_mask)
-        mean_hat = quantizer(mean, dim=-1, key=key.fold(1))
+        mean_hat = mean if self.exact else quantizer(mean, dim=-1, key=key.fold(1))
         if self.inner == IDENTITY:  # one pass over memory
             return quantizer(
                 x,
@@ -81,19 +83,19 @@ class MeanRemoved(Conditioner):
     ) -> list[Part]:
         mean = row_mean(x, row_mask)
         residual = x - mean
-        first = Part("mean", mean, quantizer(mean, dim=-1, key=key.fold(1)))
+        first = []
+        if not self.exact:
+            first = [Part("mean", mean, quantizer(mean, dim=-1, key=key.fold(1)))]
         if self.inner == IDENTITY:
-            return [
-                first,
-                Part("residual", residual, quantizer(residual, dim=dim, key=key.fold(3))),
-            ]
-        return [first, *self.inner.parts(residual, quantizer, **_rest(dim, key, row_mask))]
+            rest = quantizer(residual, dim=dim, key=key.fold(3))
+            return [*first, Part("residual", residual, rest)]
+        return [*first, *self.inner.parts(residual, quantizer, **_rest(dim, key, row_mask))]
 
     def encode(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
     ) -> Encoded:
         mean = row_mean(x, row_mask)
-        packed = pack(mean, quantizer, dim=-1, key=key.fold(1))
+        packed = (mean,) if self.exact else pack(mean, quantizer, dim=-1, key=key.fold(1))
         if self.inner == IDENTITY:
             minus = mean.expand(x.shape)
             rest = pack(x, quantizer, dim=dim, key=key.fold(3), minus=minus)
@@ -110,8 +112,13 @@ class MeanRemoved(Conditioner):
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        *rest, codes, scale, decode = encoded.tensors
-        mean_hat = unpack(Packed(codes, scale, decode), quantizer, dim=-1, shape=(1, shape[1]))
+        if self.exact:
+            *rest, mean_hat = encoded.tensors
+            assert mean_hat is not None
+        else:
+            *rest, codes, scale, decode = encoded.tensors
+            packed = Packed(codes, scale, decode)
+            mean_hat = unpack(packed, quantizer, dim=-1, shape=(1, shape[1]))
         options: dict[str, Any] = {"dim": dim, "shape": shape}
         if self.inner == IDENTITY:
             plus = mean_hat.expand(shape)
