@@ -41,7 +41,9 @@ from metis_hf.layers.experts import (
     fuse_again,
     fused_bias,
     fused_weights,
+    packed_names,
     replace_fused,
+    unpack_again,
 )
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import as_linear, convert_linear, linear_shape, make_layer
@@ -209,12 +211,14 @@ def to_dense(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for key in converted_names(module):
             fuse_again(module, key)
+        for key in packed_names(module):
+            unpack_again(module, key)
     everywhere = places(model)
     for _, layer in metis_layers(model):
         dense = layer.to_dense()
         dense = layer.origin.restore(dense) if layer.origin else dense
         replace_module(model, everywhere[layer], dense)
-    for frozen in packed.values():
+    for frozen in packed_layers(model).values():
         replace_module(model, everywhere[frozen], frozen.to_dense())
     restore_fast_path(model)
     if packed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Collection
 
 # Last parts of the names of such layers beside each other, as llm-compressor lists them; BERT's;
@@ -15,6 +17,8 @@ DEPLOYED_TOGETHER = (
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
+
+_EXPERT = re.compile(r"(experts\.(?:metis_\w+\.)?)\d+")  # with its number
 
 
 def deployed_groups(names: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -30,3 +34,16 @@ def deployed_groups(names: Collection[str]) -> dict[str, tuple[str, ...]]:
         full = [f"{parent}.{other}" if parent else other for other in together]
         groups[name] = tuple(by_name[other] for other in full if other in by_name)
     return groups
+
+
+def input_groups(names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return, for each layer of these names, those whose inputs engines quantize under one scale.
+
+    Besides `deployed_groups` the experts of a layer: most kernels quantize the tokens before they
+    go to the experts.
+    """
+    together: dict[str, list[str]] = defaultdict(list)
+    keys = {name: _EXPERT.sub(r"\1", group[0]) for name, group in deployed_groups(names).items()}
+    for name, key in keys.items():
+        together[key].append(name)
+    return {name: tuple(together[key]) for name, key in keys.items()}

@@ -37,6 +37,12 @@ from metis_hf.deploy.inputs import InputQuantizer, quantized_input, quantizing_i
 from metis_hf.deploy.kept_experts import kept_experts
 from metis_hf.deploy.loading import load_lines, why_not_packed
 from metis_hf.deploy.model_card import model_card, read_metrics
+from metis_hf.deploy.packed_experts import (
+    experts_notes,
+    has_packed_experts,
+    names_in_files,
+    unfuse,
+)
 from metis_hf.deploy.packed_layouts import (
     MODELOPT_FILE,
     RESIDUAL_DIR,
@@ -61,7 +67,6 @@ from metis_hf.deploy.source import (
 )
 from metis_hf.deploy.staging import check_free, staged
 from metis_hf.deploy.tied import head_note, untie
-from metis_hf.layers.experts import is_fused_experts
 
 __all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
 
@@ -153,6 +158,11 @@ def export_checkpoint(
         if format != "dense":
             check_packable(model)
             check_weights(model)
+            if low_rank == "side-file" and has_packed_experts(model):
+                raise ValueError(
+                    'low_rank="side-file" has no place for the factors of fused experts; use '
+                    'low_rank="fold"'
+                )
             if low_rank == "side-file" and not split:
                 raise ValueError(
                     'low_rank="side-file" needs weights that are split, and scheme '
@@ -252,14 +262,11 @@ def _write_packed(
     if kind != "side-file":
         notes = scale_notes(model, folded, shared, bool(others), share)
         notes += mixed_notes(model, folded, inputs)
-    if experts := next((n for n, m in model.named_modules() if is_fused_experts(m)), None):
-        notes += (
-            f"{experts} has fused experts, which are not packed. transformers does not read such a "
-            "checkpoint; metis_hf.load_packed does.",
-        )
+    notes += experts_notes(model)
     reason = why_not_packed(model) if kind in ("compressed-tensors", "w4a4") else None
     dense = to_dense(model)
     assert isinstance(dense, PreTrainedModel)
+    unfuse(dense, folded)
     notes += untie(dense, folded) + head_note(dense, folded)
     if reason is not None:
         how = "Load with quantization_config=CompressedTensorsConfig(dequantize=True)"
@@ -278,7 +285,8 @@ def _write_packed(
         save_low_rank(out, factors)
     else:
         _save_packed(dense, out, folded, inputs, kind, dtype)
-    return tuple(folded), errors.rows(), notes
+    written = names_in_files(dense, folded).values()
+    return tuple(name for parts in written for name, _ in parts), errors.rows(), notes
 
 
 def _save_packed(
@@ -292,15 +300,21 @@ def _save_packed(
     """Write `model` as a packed checkpoint: packed layers, all else in `dtype`."""
     cast(model, dtype)
     state = model.state_dict()
-    for name, weight in packed.items():
+    of_layer = modelopt.layer_state if kind == "modelopt" else layer_state
+    quantizes = {}
+    for name, parts in names_in_files(model, packed).items():
         del state[f"{name}.weight"]
-        scale = inputs[name].global_scale if name in inputs else None
-        of_layer = modelopt.layer_state if kind == "modelopt" else layer_state
-        state |= {f"{name}.{part}": tensor for part, tensor in of_layer(weight, scale).items()}
+        bias = state.pop(f"{name}.bias", None)
+        for written, rows in parts:
+            quantizes[written] = name in inputs
+            scale = inputs[name].global_scale if name in inputs else None
+            tensors = of_layer(packed[name].part(rows), scale)
+            if bias is not None:
+                tensors["bias"] = bias[rows].clone()
+            state |= {f"{written}.{key}": tensor for key, tensor in tensors.items()}
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     ignored = [name for name in linears if name not in packed]
     experts, routers = kept_experts(model)
-    quantizes = {name: name in inputs for name in packed}
     if kind == "modelopt":
         description = modelopt.describe(ignored, quantizes, experts, routers)
         model.config.quantization_config = modelopt.quantization_config(description)

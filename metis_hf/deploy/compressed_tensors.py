@@ -78,6 +78,11 @@ class CompressedMatrix:
             self.packed, self.scale, decode, NVFP4, Tile.ROW, shape, torch.float32, -1
         ).dequantize()
 
+    def part(self, rows: slice) -> CompressedMatrix:
+        """Return the matrix of some rows, with tensors of its own."""
+        parts = self.packed[rows], self.scale[rows], self.global_scale
+        return CompressedMatrix(*(part.clone() for part in parts), columns=self.columns)
+
     def state(self, prefix: str = "weight") -> dict[str, Tensor]:
         """Return the tensors by their names in the layout."""
         return {f"{prefix}_{part}": getattr(self, part) for part in _PARTS}
@@ -157,12 +162,17 @@ def _dynamic_split(layer: MetisLayer) -> Spectral | None:
     return conditioner if isinstance(conditioner, Spectral) and not stored else None
 
 
-def unsupported(layer: MetisLayer) -> str | None:
-    """Return why the layout cannot hold a layer, or None."""
+def unsupported(layer: MetisLayer, expert: bool = False) -> str | None:
+    """Return why the layout cannot hold a layer, or None.
+
+    Args:
+        layer: converted.
+        expert: it is one of fused experts, which are transposed when they are fused again.
+    """
     quantizer = weight_quantizer(layer)
     if quantizer is None:
         return None
-    if layer.conv1d:
+    if layer.conv1d and not expert:
         return "a Conv1D, whose weight is stored transposed; the layout knows nn.Linear only"
     size = NVFP4.block_size
     assert size is not None

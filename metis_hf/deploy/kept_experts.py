@@ -13,19 +13,20 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from metis_hf.layers.experts import fused_weights, is_fused_experts
+from metis_hf.layers.experts import fused_weights, is_fused_experts, packed_names
 
 
 def kept_experts(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return fused experts, and their routers that are no nn.Linear, by their names in files.
+    """Return dense fused experts, and routers that are no nn.Linear, by their names in files.
 
     A router is a module beside the experts with a matrix of its own.
     """
     experts, routers = [], []
     for name, module in model.named_modules():
-        if not (is_fused_experts(module) and fused_weights(module)):
+        if not (is_fused_experts(module) or packed_names(module)):
             continue
-        experts.append(_name_in_files(model, name))
+        if fused_weights(module):
+            experts.append(_name_in_files(model, name))
         parent, _, own = name.rpartition(".")
         for child, sibling in model.get_submodule(parent).named_children():
             weight = sibling._parameters.get("weight")

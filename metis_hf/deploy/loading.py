@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.deploy.compressed_tensors import weight_quantizer
 from metis_hf.deploy.packed import why_not_late
+from metis_hf.layers.experts import has_fused_experts
 
 
 def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
@@ -27,6 +28,8 @@ def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
     if kind == "modelopt":
         return f"from vllm import LLM\n\nmodel = LLM({shown})"
     first = "import metis_hf  # registers the format\n" if kind == "metis" else ""
+    if kind in ("compressed-tensors", "w4a4") and has_fused_experts(model):
+        return f"from metis_hf import load_packed\n\nmodel = load_packed({shown})"
     cls = type(model).__name__
     if kind in ("compressed-tensors", "w4a4") and why_not_packed(model):
         return (
@@ -40,9 +43,13 @@ def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """Return why transformers must decompress a packed export while it loads, or None.
 
+    Also None for models with fused experts, which it does not read at all.
+
     Args:
         model: converted.
     """
+    if has_fused_experts(model):
+        return None
     layers = metis_layers(model)
     packed = {
         name: nn.Linear if layer.origin is None else layer.origin.cls

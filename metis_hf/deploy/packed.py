@@ -28,6 +28,7 @@ from metis_hf.deploy.packed_layouts import (
     read_headers,
 )
 from metis_hf.deploy.packed_loader import AS_CONFIGURED, PackedConfig
+from metis_hf.layers.experts import has_fused_experts
 from metis_hf.shared.checkpoints import load_complete
 from metis_hf.shared.records import read_json
 
@@ -83,7 +84,8 @@ def load_packed(
     """Load an NVFP4 checkpoint with its weights kept packed and frozen: 4.5 bits an element.
 
     The layouts are compressed-tensors' `nvfp4-pack-quantized` and ModelOpt's NVFP4. Layers that
-    the checkpoint holds dense (`ignore`, `exclude_modules`) stay nn.Linear. A layer's weight is
+    the checkpoint holds dense (`ignore`, `exclude_modules`) stay nn.Linear. Fused experts become
+    packed layers, one for each expert and projection, as the files have them. A layer's weight is
     unpacked when it is used and given back after, in the backward pass again; its values in bf16
     equal the compressed-tensors library's, to the bit.
 
@@ -115,7 +117,7 @@ def load_packed(
     Raises:
         ValueError: another format, which is named; files that are cut short; tensors that are
             missing, of another shape, or swizzled for a kernel; scales that are zero, negative or
-            NaN; fused experts.
+            NaN; some experts of a layer without the others.
     """
     hub = {k: options[k] for k in (*_HUB_OPTIONS, "trust_remote_code") if k in options}
     config = packed_config(path, activations=activations, **hub)
@@ -154,6 +156,8 @@ def _why_not_late(path: Path) -> str | None:
     packed = {owner.rpartition(".")[2] for owner in owners}  # models may name the rest otherwise
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    if has_fused_experts(model):
+        return "transformers does not read packed layers beside fused experts, nor those in them."
     kinds = {
         name: type(module)
         for name, module in model.named_modules()

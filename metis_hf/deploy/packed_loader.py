@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,6 +35,9 @@ from metis_hf.deploy.packed_layouts import (
 )
 from metis_hf.layers.packed import PackedLinear
 from metis_hf.layers.parallelism import check_packed
+
+if TYPE_CHECKING:
+    from metis_hf.deploy.packed_experts import ExpertMatrix
 
 METHOD = "metis-packed"
 AS_CONFIGURED, HIGH_PRECISION = "as configured", "high precision"
@@ -122,6 +126,8 @@ class PackedLoader(HfQuantizer):
 
     requires_calibration = True  # reads packed weights and makes none
     quantization_config: PackedConfig
+    names: Mapping[str, str]  # of layers of experts in files, by those in the model
+    renaming: Any = None
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         config = self.quantization_config
@@ -134,31 +140,47 @@ class PackedLoader(HfQuantizer):
                 f"{config.where}: packed weights are read from safetensors files, and there are "
                 "none; give a directory or repository that has them"
             )
-        scheme = config.scheme
-        found = _stored_layers(model, read_headers(files), scheme, config.where)
+        # Not at the top, as it imports transformers' models, and these import us.
+        from metis_hf.deploy.packed_experts import ExpertNames, unfuse_packed
+
+        found, experts = _stored_layers(model, read_headers(files), config.scheme, config.where)
+        places = unfuse_packed(model, experts, config.where)
+        self.names = {place: name for name, place in places.items()}
+        if places:
+            self.renaming = ExpertNames.of(experts, places)
         for name, tensors in found.items():
-            linear = model.get_submodule(name)
-            with torch.device("meta"):
-                layer = PackedLinear(
-                    linear.in_features,
-                    linear.out_features,
-                    bias=linear.bias is not None,
-                    input_scale=scheme.names[3] in tensors,
-                    dtype=linear.weight.dtype,
-                    name=name,
-                )
-            quantizes = scheme.quantizes_input_of(name)
-            shape = (linear.out_features, linear.in_features)
-            check_layer(name, tensors, scheme.names, shape, quantizes)
-            configured = quantizes is not False and layer.scales_input
-            layer.quantizes_input = configured and config.activations == AS_CONFIGURED
-            loading = layer if scheme.layout == COMPRESSED else _ModelOptLinear(layer)
-            for key in scheme.names[2:]:  # one number, of shape [] or [1]
-                place = loading._buffers.get(key)
-                if place is not None and key in tensors:
-                    loading._buffers[key] = place.new_empty(tensors[key].shape)
-            model.set_submodule(name, loading)
+            place = places.get(name, name)
+            linear = model.get_submodule(place)
+            model.set_submodule(place, self._layer(name, linear, tensors))
         return model
+
+    def _layer(self, name: str, linear: nn.Module, tensors: dict[str, StoredTensor]) -> nn.Module:
+        """Return the module that loads a packed layer in the place of a linear one."""
+        config, scheme = self.quantization_config, self.quantization_config.scheme
+        with torch.device("meta"):
+            layer = PackedLinear(
+                linear.in_features,
+                linear.out_features,
+                bias=linear.bias is not None,
+                input_scale=scheme.names[3] in tensors,
+                dtype=linear.weight.dtype,
+                name=name,
+            )
+        quantizes = scheme.quantizes_input_of(name)
+        shape = (linear.out_features, linear.in_features)
+        check_layer(name, tensors, scheme.names, shape, quantizes)
+        configured = quantizes is not False and layer.scales_input
+        layer.quantizes_input = configured and config.activations == AS_CONFIGURED
+        loading = layer if scheme.layout == COMPRESSED else _ModelOptLinear(layer)
+        for key in scheme.names[2:]:  # one number, of shape [] or [1]
+            place = loading._buffers.get(key)
+            if place is not None and key in tensors:
+                loading._buffers[key] = place.new_empty(tensors[key].shape)
+        return loading
+
+    def get_weight_conversions(self):
+        own = [] if self.renaming is None else [self.renaming]
+        return [*super().get_weight_conversions(), *own]
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         config = self.quantization_config
@@ -181,7 +203,7 @@ class PackedLoader(HfQuantizer):
             if isinstance(module, _ModelOptLinear):
                 model.set_submodule(name, module.finish())
         if config.written is None:
-            config.written = _written(model, config.scheme)
+            config.written = _written(model, config.scheme, self.names)
         if config.scheme.dropped:
             warnings.warn(
                 f"{config.where} also has {', '.join(config.scheme.dropped)}, which is not "
@@ -213,15 +235,16 @@ class PackedLoader(HfQuantizer):
         return True
 
 
-def _written(model: Any, scheme: PackedScheme) -> dict[str, Any]:
+def _written(model: Any, scheme: PackedScheme, names: Mapping[str, str]) -> dict[str, Any]:
     # Not at the top, as it imports transformers' models, and these import us.
     from metis_hf.deploy.kept_experts import kept_experts
 
     inputs, ignore = {}, []
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
-            quantizes = scheme.quantizes_input_of(name) is not False
-            inputs[name] = quantizes and module.scales_input
+            written = names.get(name, name)
+            quantizes = scheme.quantizes_input_of(written) is not False
+            inputs[written] = quantizes and module.scales_input
         elif isinstance(module, nn.Linear):
             ignore.append(name)
     return compressed_config(inputs, ignore, *kept_experts(model))
@@ -229,8 +252,13 @@ def _written(model: Any, scheme: PackedScheme) -> dict[str, Any]:
 
 def _stored_layers(
     model: nn.Module, headers: dict[str, StoredTensor], scheme: PackedScheme, where: str
-) -> dict[str, dict[str, StoredTensor]]:
-    """Return the model's layers that the files hold packed, with their tensors by last name."""
+) -> tuple[dict[str, dict[str, StoredTensor]], dict[ExpertMatrix, str]]:
+    """Find the model's layers that the files hold packed.
+
+    Returns:
+        Their tensors by last name; and for those that are matrices of experts, the name in the
+        files, as transformers renames it.
+    """
     layers: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for key, stored in headers.items():
         owner, _, last = key.rpartition(".")
@@ -253,11 +281,13 @@ def _stored_layers(
 
 def _in_model(
     model: Any, packed: dict[str, dict[str, StoredTensor]], where: str
-) -> dict[str, dict[str, StoredTensor]]:
-    """Return layers of the files by their names in the model, which transformers may rename."""
+) -> tuple[dict[str, dict[str, StoredTensor]], dict[ExpertMatrix, str]]:
+    """Find layers of the files by their names in the model, which transformers may rename."""
     # Not at the top: transformers' models import its quantizers, and these import us.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    from metis_hf.deploy.packed_experts import all_matrices
 
     mapping = get_model_conversion_mapping(model, None, None)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -265,10 +295,18 @@ def _in_model(
     state = model.state_dict()
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     tied = set(tied) | set(tied.values())
-    found = {}
+    matrices = all_matrices(model)
+    known = {**state, **{f"{name}.weight": True for name in matrices}}
+    found, experts = {}, {}
     for name, tensors in packed.items():
+        stored = f"{name}.weight"
+        key, _ = rename_source_key(stored, renamings, [], model.base_model_prefix, known)
+        if matrix := matrices.get(key.removesuffix(".weight")):
+            found[matrix.name] = tensors
+            experts[matrix] = rename_source_key(stored, renamings, [])[0].removesuffix(".weight")
+            continue
         key, merged = rename_source_key(
-            f"{name}.weight", renamings, converters, model.base_model_prefix, state
+            stored, renamings, converters, model.base_model_prefix, state
         )
         if merged is not None or ".experts." in f".{name}.":
             raise ValueError(
@@ -298,7 +336,7 @@ def _in_model(
             f"{where} has packed layers ({next(iter(packed))}, ..), of which "
             f"{type(model).__name__} has none; load it as the class that config.json names"
         )
-    return found
+    return found, experts
 
 
 register(METHOD, PackedConfig, PackedLoader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -23,7 +23,8 @@ from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.data.chat import check_vocabulary, read_tokens
 from metis_hf.deploy.compressed_tensors import static_scales, unsupported, weight_quantizer
-from metis_hf.layers.experts import converted_names, layers_of
+from metis_hf.deploy.packed_experts import converted_experts, expert_matrices
+from metis_hf.layers.experts import fused_weights
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.shared.checkpoints import load_complete, refuse_links
 from metis_hf.shared.messages import reading, shown
@@ -186,23 +187,36 @@ _INSTEAD = (
 )
 
 
-def check_packable(model: nn.Module) -> None:
+_SOME_EXPERTS = (
+    "not quantized, while others of these experts are; engines run all experts of a layer as one. "
+    "Leave all out when the model is converted (modules_to_not_convert, --exclude), or none"
+)
+
+
+def check_packable(model: PreTrainedModel) -> None:
     """Refuse what the packed layouts cannot hold, with the layer's name.
 
     Raises:
-        ValueError: fused experts, a layer that the layout cannot hold, or none to pack.
+        ValueError: a layer that the layout cannot hold, experts of which only some are quantized,
+            or nothing to pack.
     """
-    for name, module in model.named_modules():
-        for key in converted_names(module):
-            experts = [cast(MetisLayer, layer) for layer in layers_of(module, key)]
-            if any(weight_quantizer(layer) is not None for layer in experts):
-                raise ValueError(
-                    f"{name}.{key}: fused experts, which transformers does not read "
-                    f"from the nvfp4-pack-quantized layout. {_INSTEAD}"
-                )
+    packed: dict[str, dict[str, bool]] = {}
+    experts: set[nn.Module] = set()
+    for name, key, layers in converted_experts(model):
+        experts |= {*layers}
+        kinds = {weight_quantizer(layer) is not None for layer in layers}
+        packed.setdefault(name, {})[key] = kinds == {True}
+        if kinds == {True}:
+            expert_matrices(model, name, key, len(layers))  # whose names it can tell
+        elif True in kinds:
+            raise ValueError(f"{name}.{key}: {_SOME_EXPERTS}")
+    for name, keys in packed.items():
+        dense = [*fused_weights(model.get_submodule(name)), *(k for k in keys if not keys[k])]
+        if dense and any(keys.values()):
+            raise ValueError(f"{name}.{dense[0]}: {_SOME_EXPERTS}")
     packable = 0
     for name, layer in metis_layers(model):
-        if reason := unsupported(layer):
+        if reason := unsupported(layer, layer in experts):
             raise ValueError(
                 f"{name}: {reason}; the nvfp4-pack-quantized layout cannot hold it. {_INSTEAD}"
             )

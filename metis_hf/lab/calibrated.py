@@ -108,7 +108,12 @@ def calibrated_model(
     elif calibration.text is not None:
         report(f"no layer quantizes its inputs, so {calibration.text} is not read")
     nn.Module.to(model, calibration.device)
-    calibrate(model, batches, method=calibration.method)
+    scales = calibrate(model, batches, method=calibration.method)
+    if unseen := [name for name, scale in scales.items() if batches and not scale.largest]:
+        report(
+            f"{len(unseen)} layers of experts saw no token and take the scale of inputs that the "
+            f"other experts of their layer have: {some(unseen, 1)}"
+        )
     nn.Module.to(model, "cpu")
     return model
 

@@ -6,11 +6,15 @@ through its experts interface. Conversion replaces a fused parameter `down_proj`
 registered here for that module alone, by a config of its own; experts that stay in high precision
 run as before. Every expert's GEMMs are quantized by themselves: its own weight, its own tokens.
 The prefix keeps the names out of the patterns by which transformers converts checkpoints.
+
+In a packed checkpoint the gate and up projections are two matrices. Such experts have a ModuleList
+`packed_gate_proj`, `packed_up_proj` or `packed_down_proj` of `PackedLinear`.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.parallelism import EXPERT, FSDP2_INSTEAD, is_hooked
 
 IMPLEMENTATION = "metis"
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _PREFIX = "metis_"
+_PACKED = "packed_"
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -54,11 +58,21 @@ def expert_shape(module: nn.Module, name: str) -> tuple[int, int]:
     return (rows, columns) if module.is_transposed else (columns, rows)
 
 
-def replace_fused(module: nn.Module, name: str, layers: list[MetisLayer]) -> None:
+def replace_fused(module: nn.Module, name: str, layers: Sequence[nn.Module]) -> None:
     """Put one layer per expert in the place of a fused weight (and its bias)."""
+    _put_lists(module, name, {_PREFIX + name: layers})
+
+
+def replace_packed(module: nn.Module, name: str, layers: Mapping[str, Sequence[nn.Module]]) -> None:
+    """Put packed layers, one per expert for each of `parts_of`, in the place of a fused weight."""
+    _put_lists(module, name, {_PACKED + part: each for part, each in layers.items()})
+
+
+def _put_lists(module: nn.Module, name: str, lists: Mapping[str, Sequence[nn.Module]]) -> None:
     del module._parameters[name]
     module._parameters.pop(f"{name}_bias", None)
-    module.add_module(_PREFIX + name, nn.ModuleList(layers))
+    for key, layers in lists.items():
+        module.add_module(key, nn.ModuleList(layers))
     if not hasattr(module, "_dense_config"):
         module._dense_config = module.config
         module.config = copy.deepcopy(module.config)
@@ -74,14 +88,33 @@ def fuse_again(module: nn.Module, name: str) -> None:
     layers: Any = layers_of(module, name)
     del module._modules[_PREFIX + name]
     weights = [layer.weight_form.dense(layer.weight_params()).detach() for layer in layers]
-    fused = torch.stack([w.T for w in weights] if module.is_transposed else weights)
     trainable = any(layer.weight_params()[-1].requires_grad for layer in layers)
-    module.register_parameter(name, nn.Parameter(fused, requires_grad=trainable))
+    _fuse(module, name, weights, trainable)
     if layers[0].bias is not None:
         bias = torch.stack([layer.bias.detach() for layer in layers])
         trainable = any(layer.bias.requires_grad for layer in layers)
         module.register_parameter(f"{name}_bias", nn.Parameter(bias, requires_grad=trainable))
-    if not converted_names(module):
+    _leave(module)
+
+
+def unpack_again(module: nn.Module, name: str) -> None:
+    """Undo `replace_packed`: stack the weights that the packed layers represent."""
+    lists: list[Any] = [module._modules.pop(_PACKED + part) for part in parts_of(module, name)]
+    _fuse(module, name, [_join(module, [e.weight.T for e in each]).T for each in zip(*lists)], True)
+    if lists[0][0].bias is not None:
+        bias = torch.stack([_join(module, [e.bias.detach() for e in each]) for each in zip(*lists)])
+        module.register_parameter(f"{name}_bias", nn.Parameter(bias))
+    _leave(module)
+
+
+def _fuse(module: nn.Module, name: str, weights: list[Tensor], trainable: bool) -> None:
+    fused = torch.stack([w.T for w in weights] if module.is_transposed else weights)
+    module.register_parameter(name, nn.Parameter(fused, requires_grad=trainable))
+
+
+def _leave(module: nn.Module) -> None:
+    """Give experts whose weights are all fused again their own implementation back."""
+    if not (converted_names(module) or packed_names(module)):
         module.config = module._dense_config
         del module._dense_config
 
@@ -94,6 +127,39 @@ def converted_names(module: nn.Module) -> list[str]:
 def layers_of(module: nn.Module, name: str) -> nn.ModuleList:
     """Return the layers, one per expert, that replaced a fused weight."""
     return module._modules[_PREFIX + name]  # type: ignore[return-value]
+
+
+def packed_names(module: nn.Module) -> list[str]:
+    """Return names of the fused weights in whose place a module has packed layers; mostly none."""
+    own = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+    return [key for key in own if _PACKED + parts_of(module, key)[0] in module._modules]
+
+
+def packed_list(part: str) -> str:
+    """Return the attribute that holds the packed layers of one of `parts_of`."""
+    return _PACKED + part
+
+
+def parts_of(module: nn.Module, name: str) -> tuple[str, ...]:
+    """Return the parts of a fused weight, as packed checkpoints call them."""
+    return ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+
+
+def part_rows(module: nn.Module, name: str, part: str, out_features: int) -> slice:
+    """Return the rows of an expert's fused matrix [o i] that are one of `parts_of`."""
+    parts = parts_of(module, name)
+    at, count = parts.index(part), len(parts)
+    if not getattr(module, "is_concatenated", True):
+        return slice(at, None, count)
+    size = out_features // count
+    return slice(at * size, (at + 1) * size)
+
+
+def _join(module: nn.Module, parts: list[Tensor]) -> Tensor:
+    """Return the columns of a fused projection from its parts' columns."""
+    if not getattr(module, "is_concatenated", True):
+        return torch.stack(parts, -1).flatten(-2)
+    return torch.cat(parts, -1)
 
 
 def experts_forward(
@@ -111,7 +177,7 @@ def experts_forward(
         [t h]
     """
     names = converted_names(module)
-    if not names:
+    if not (names or packed_names(module)):
         raise ValueError(
             f"experts implementation {IMPLEMENTATION!r} is for converted experts, and these are "
             "not: get_metis_model selects it by itself"
@@ -125,8 +191,8 @@ def experts_forward(
     order = expert.argsort(stable=True)  # pairs (token, choice) by expert
     counts = torch.bincount(expert, minlength=module.num_experts).tolist()
     rows = order // top_k
-    first: Any = layers_of(module, names[0])[0]  # all share the model's mask
-    mask = first.row_mask(hidden_states)
+    first: Any = layers_of(module, names[0])[0] if names else None  # all share the model's mask
+    mask = first.row_mask(hidden_states) if hasattr(first, "row_mask") else None
     outputs = []
     start = 0
     for index, count in enumerate(counts):
@@ -145,7 +211,12 @@ def experts_forward(
     # Back in the order of the tokens, and summed over their choices without atomics.
     y = y[order.argsort()].view(tokens, top_k, y.shape[-1]).sum(1)
     unvisited = [index for index, count in enumerate(counts) if not count]
-    layers = [layers_of(module, name)[index] for name in names for index in unvisited]
+    layers = [
+        each[index]
+        for each in module.children()
+        if isinstance(each, nn.ModuleList)
+        for index in unvisited
+    ]
     params = [param for layer in layers for param in layer.parameters()]
     y = y.to(hidden_states.dtype)
     return _ZeroGradients.apply(y, *params) if params else y
@@ -170,7 +241,11 @@ class _ZeroGradients(torch.autograd.Function):
 
 def _project(module: Any, name: str, index: int, x: Tensor, row_mask: Tensor | None) -> Tensor:
     if name in converted_names(module):
-        return layers_of(module, name)[index](x, row_mask=row_mask)
+        layer: Any = layers_of(module, name)[index]
+        return layer(x, row_mask=row_mask) if hasattr(layer, "row_mask") else layer(x)
+    if name in packed_names(module):
+        lists = (module._modules[_PACKED + part] for part in parts_of(module, name))
+        return _join(module, [each[index](x) for each in lists])
     weight, bias = getattr(module, name), fused_bias(module, name)
     matrix = weight[index].T if module.is_transposed else weight[index]
     return F.linear(x, matrix, None if bias is None else bias[index])

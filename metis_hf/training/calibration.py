@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.conversion.deployed import deployed_groups
+from metis_hf.conversion.deployed import deployed_groups, input_groups
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.parallelism import is_sharded
 from metis_hf.layers.sharding import several_processes, whole_params
@@ -35,11 +35,12 @@ class CalibratedScale:
     """The scales of one layer.
 
     Attributes:
-        largest: largest magnitude of its inputs in calibration.
+        largest: largest magnitude of its inputs in calibration; 0 for an expert that saw no token.
         input_amax: what the input's tensor scale is made of; 0 where inputs are not quantized.
         weight_amax: what the weight's tensor scale is made of.
         group: names of the layers that share both; one whose inputs are not quantized, as in
-            "w4a16", shares the weight's alone.
+            "w4a16", shares the weight's alone. All experts of a layer share the input's besides,
+            those included that calibration sends no token.
     """
 
     largest: float
@@ -63,14 +64,17 @@ class _Layers(dict[str, MetisLayer]):
         super().__init__({name: layers[name] for name in running.values()})
         # PEFT's copies (`modules_to_save`) get the scales too, which have room for their weights.
         self.waiting = {name: waiting.get(place, []) for place, name in running.items()}
-        self.groups = {  # deployed together
-            running[place]: tuple(running[member] for member in group)
-            for place, group in deployed_groups(running).items()
-        }
+        self.groups, self.input_groups = (  # deployed together
+            {
+                running[place]: tuple(running[member] for member in group)
+                for place, group in groups.items()
+            }
+            for groups in (deployed_groups(running), input_groups(running))
+        )
 
     def group_of(self, name: str, of: Mapping[str, Any]) -> list[str]:
-        """Return the names of a layer's group that `of` has."""
-        return [member for member in self.groups[name] if member in of]
+        """Return the names of the layers of `of` that share the scale of a layer's input."""
+        return [member for member in self.input_groups[name] if member in of]
 
 
 @dataclass
@@ -95,7 +99,8 @@ def calibrate(
 
     The model runs in evaluation mode with the quantizers on, each input under its own amax, so that
     layers see what the layers before them give in deployment. Rows of padding are left out. Layers
-    that are deployed as one (`deployed_groups`) get the same scales. With several processes each
+    that are deployed as one (`deployed_groups`) get the same scales, the experts of a layer the
+    same scale of inputs. With several processes each
     gives its share of the batches, and all get the same scales; all have to call it together.
 
     Args:
@@ -134,7 +139,7 @@ def calibrate(
             share = percentile / 100 if method == "percentile" else None
             with _together(model, seen):
                 _observe(model, batches, observed, lambda name, x: _note(seen[name], x, share))
-            _refuse_unseen(seen)
+            _refuse_unseen(groups)
         if observed and method == "mse":
             tops = {name: max(one.largest for one in group) for name, group in groups.items()}
 
@@ -167,9 +172,10 @@ def freeze_scales(model: nn.Module) -> dict[str, CalibratedScale]:
         if _state(layer).input
     }
     _gather(seen)
-    _refuse_unseen({n: s if s.largest else _Seen() for n, s in seen.items()})
+    groups = {name: [seen[member] for member in layers.group_of(name, seen)] for name in seen}
     largest = {name: one.largest for name, one in seen.items()}
-    chosen = {name: max(largest[m] for m in layers.group_of(name, seen)) for name in seen}
+    chosen = {name: max(one.largest for one in group) for name, group in groups.items()}
+    _refuse_unseen({name: groups[name] if amax else [] for name, amax in chosen.items()})
     return _fix(layers, chosen, largest)
 
 
@@ -317,14 +323,14 @@ def _gather(seen: dict[str, _Seen], failed: Exception | None = None) -> list[str
     return []
 
 
-def _refuse_unseen(seen: dict[str, _Seen]) -> None:
-    unseen = [name for name, one in seen.items() if not one.tokens]
+def _refuse_unseen(groups: dict[str, list[_Seen]]) -> None:
+    """Refuse layers of a group that has seen nothing; one expert speaks for the others."""
+    unseen = [name for name, group in groups.items() if not any(one.tokens for one in group)]
     if unseen:
         raise UnseenLayers(
             f"{some(unseen, 3)} saw no token, or NaN or inf in every batch, so there is nothing to "
-            "make a scale of; run more text through the model (an expert sees the tokens of its "
-            "router alone), or leave the layer out with exclude_modules (a model may read its "
-            "weight without calling it)"
+            "make a scale of; run more text through the model, or leave the layer out with "
+            "exclude_modules (a model may read its weight without calling it)"
         )
 
 

@@ -20,7 +20,7 @@ from forked import exit_code
 from safetensors.torch import load_file, save_file
 
 import metis_hf.deploy.checkpoint
-from deploy.checkpoints import checkpoint, mixtral, recorded_rows
+from deploy.checkpoints import checkpoint, recorded_rows
 from metis_hf import (
     MetisConfig,
     get_metis_model,
@@ -64,11 +64,6 @@ class TestErrors:
     def test_conv1d(self, tmp_path):
         source = checkpoint(tmp_path / "metis", ARCHITECTURES["gpt2"])
         self.refused(source, tmp_path / "out", r"transformer.h.0.attn.c_attn: a Conv1D.*dense")
-
-    def test_experts(self, tmp_path):
-        source = checkpoint(tmp_path / "metis", mixtral)
-        match = r"model.layers.0.mlp.experts.gate_up_proj: fused experts.*dense"
-        self.refused(source, tmp_path / "out", match)
 
     def test_ragged_columns(self, tmp_path):
         def build():
