@@ -14,7 +14,8 @@ In a packed checkpoint the gate and up projections are two matrices. Such expert
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from metis_hf.layers.initializers import apply_to_experts
 from metis_hf.layers.parallelism import EXPERT, FSDP2_INSTEAD, is_hooked
 
 IMPLEMENTATION = "metis"
@@ -77,6 +79,8 @@ def _put_lists(module: nn.Module, name: str, lists: Mapping[str, Sequence[nn.Mod
         module._dense_config = module.config
         module.config = copy.deepcopy(module.config)
         module.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
+        # Before the module is drawn, its layers are, as the modules that they are.
+        module.apply = functools.partial(_apply, module)  # type: ignore[method-assign]
     module._is_hf_initialized = True  # type: ignore[assignment]  # its own initializer would look for the fused weight
 
 
@@ -116,7 +120,20 @@ def _leave(module: nn.Module) -> None:
     """Give experts whose weights are all fused again their own implementation back."""
     if not (converted_names(module) or packed_names(module)):
         module.config = module._dense_config
-        del module._dense_config
+        del module._dense_config, module.apply
+
+
+def _apply(module: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
+    """Do what `Module.apply` does, for experts whose weights are in layers."""
+    for child in module.children():
+        child.apply(fn)
+    fused = {name: list(layers_of(module, name)) for name in converted_names(module)}
+    try:
+        apply_to_experts(module, fn, fused)
+    except AttributeError as error:  # an initializer, and packed weights, of which none is drawn
+        if not any(f"'{name}" in str(error) for name in packed_names(module)):
+            raise
+    return module
 
 
 def converted_names(module: nn.Module) -> list[str]:

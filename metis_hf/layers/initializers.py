@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +31,16 @@ def apply_to_layer(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
     takes. A function that writes into the parameters itself is done.
 
     Raises:
-        NotImplementedError: an initializer, and factors that processes share.
+        NotImplementedError: an initializer, and factors that processes share, or that it would
+            write to as to a weight.
     """
     params = layer.weight_params()
     if any(param.is_meta for param in params):
         fn(layer)  # nothing to draw yet
         return
+    loaded = _is_loaded(layer)
+    if layer.weight_form.is_split and not loaded:
+        _refuse_writes(layer, fn)
     if any(map(is_sharded, layer.parameters())):
         fn(layer)
         if not layer.weight_form.is_split:
@@ -53,14 +58,13 @@ def apply_to_layer(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
         return
     plain = _plain(layer)
     weight: Any = plain.weight
-    if layer.weight_form.is_split and all(
-        getattr(param, "_is_hf_initialized", False) for param in layer.parameters(recurse=False)
-    ):
+    if layer.weight_form.is_split and loaded:
         weight._is_hf_initialized = True  # loaded: transformers draws such weights no second time
     before, trains = mark_of([weight]), weight.requires_grad
     fn(plain)
     if plain.weight is not weight or mark_of([weight]) != before:
-        _take(layer, plain)
+        w = plain.weight.detach()
+        take_weight(layer, w.T if layer.conv1d else w, plain.bias)
     if layer.weight_form.is_split and plain.weight.requires_grad != trains:
         for param in params:
             param.requires_grad_(not trains)
@@ -71,11 +75,81 @@ def _plain(layer: Any) -> Any:
     return layer.origin.restore(plain) if layer.origin else plain
 
 
+def apply_to_experts(
+    module: Any, fn: Callable[[nn.Module], Any], fused: Mapping[str, Sequence[Any]]
+) -> None:
+    """Call `fn`, which `Module.apply` got, with fused experts whose weights are in layers.
+
+    An initializer that looks for the fused weights is shown them; the layers take what it draws.
+
+    Args:
+        module: the experts.
+        fn: the function.
+        fused: name of each weight -> its layers, one per expert.
+    """
+    try:
+        fn(module)
+        return
+    except AttributeError as error:
+        if not any(f"'{name}" in str(error) for name in fused):
+            raise
+    shown: dict[str, nn.Parameter] = {}
+    for name, layers in fused.items():
+        weights = [layer.weight_form.dense(layer.weight_params()).detach() for layer in layers]
+        parts = [w.T for w in weights] if module.is_transposed else weights
+        shown[name] = nn.Parameter(torch.stack(parts))
+        if layers[0].bias is not None:
+            shown[f"{name}_bias"] = nn.Parameter(torch.stack([each.bias for each in layers]))
+        for each in (name, f"{name}_bias") if all(map(_is_loaded, layers)) else ():
+            if each in shown:
+                shown[each]._is_hf_initialized = True  # type: ignore[attr-defined]
+    module._parameters |= shown
+    before = mark_of(shown.values())
+    try:
+        fn(module)
+    finally:
+        for name in shown:
+            del module._parameters[name]
+    if mark_of(shown.values()) == before:
+        return
+    for name, layers in fused.items():
+        bias = shown.get(f"{name}_bias")
+        for index, layer in enumerate(layers):
+            w = shown[name].detach()[index]
+            own = None if bias is None else bias.detach()[index]
+            take_weight(layer, w.T if module.is_transposed else w, own)
+
+
+def _is_loaded(layer: Any) -> bool:
+    params = layer.parameters(recurse=False)
+    return all(getattr(param, "_is_hf_initialized", False) for param in params)
+
+
+def _refuse_writes(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
+    """Refuse an initializer that writes to a layer's weight through the module around it.
+
+    Stored factors have no weight to write to: GPT-2's scaled draw of `c_proj` would be lost.
+    """
+    model = getattr(fn, "__self__", None)
+    own = layer.name.rpartition(".")[2]
+    if own and isinstance(model, nn.Module) and f".{own}.weight" in _source(fn):
+        raise NotImplementedError(
+            f"{layer.name} stores its weight in factors, and {type(model).__name__} initializes "
+            f"{own}.weight from outside the layer, which would be lost. Call the initializer "
+            "before the model is converted"
+        )
+
+
+def _source(fn: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(fn)
+    except (OSError, TypeError):
+        return ""
+
+
 @torch.no_grad()
-def _take(layer: Any, plain: Any) -> None:
-    """Take weight and bias of a plain layer; the scheme's state begins again."""
-    w = plain.weight.detach()
-    w = w.T if layer.conv1d else w  # [o i]
+def take_weight(layer: Any, w: Tensor, bias: Tensor | None) -> None:
+    """Take a weight [o i] and a bias; the scheme's state begins again."""
     form, params = layer.weight_form, layer.weight_params()
     if isinstance(form, SplitWeight):
         values = form.stored(w, layer.key, params[-1].dtype)
@@ -83,8 +157,8 @@ def _take(layer: Any, plain: Any) -> None:
         values = form.decompose(w, layer.key)
     for param, value in zip(params, values, strict=True):
         param.copy_(value)  # of one stored matrix mostly itself
-    if layer.bias is not None and plain.bias is not None:
-        layer.bias.copy_(plain.bias)
+    if layer.bias is not None and bias is not None:
+        layer.bias.copy_(bias)
     state = layer.scheme.state
     if state is not None:
         for name, value in state.initial(layer.in_features, layer.out_features).items():
