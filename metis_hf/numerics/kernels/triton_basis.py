@@ -143,7 +143,7 @@ def _orthonormal(y: Tensor, shift: float) -> Tensor:
     inverse = torch.empty_like(gram)
     width = len(gram)
     padded = max(16, triton.next_power_of_2(width))
-    options = {"num_warps": min(16, padded * padded // 512)}  # 16 numbers of a thread, or 32
+    options = {"num_warps": max(1, min(16, padded * padded // 512))}  # 8 to 32 numbers of a thread
     sizes = {"width": width, "SHIFT": shift, "WIDTH": padded}
     with torch.cuda.device_of(y):
         launch(invert_factor, (1,), options, gram_ptr=gram, out_ptr=inverse, **sizes)

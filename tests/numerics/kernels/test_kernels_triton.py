@@ -337,6 +337,8 @@ def test_bases_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
     factor = ptx.pop("invert_factor")
     for each in ptx.values():
         assert_ieee(each)
+    triton_basis.next_basis(torch.zeros(12, 768), None, 1, 1e-6, 1e-18, 1e-12)  # the smallest block
+    assert recorders["invert_factor"].compiled[-1].metadata.num_warps == 1
     assert not re.search(r"approx|ftz", factor)
     assert "fma.rn.f64" in factor
     assert len(re.findall("shfl", factor)) <= 32  # a row is found among a thread's own numbers
