@@ -20,7 +20,8 @@ _SHIFT = 2.0**-40
 # a Gram matrix, above the errors of fp64.
 _TRACE = {torch.float32: 2.0**-20, torch.float64: 2.0**-26}
 _ZERO = 1e-18  # length of a row that counts as 0: the squares of its entries leave fp32
-_WIDEST_BLOCK = 128  # rows, whose Gram matrix one program of a GPU holds
+LIMITS = _TRACE[torch.float32], _ZERO, _SHIFT  # for kernels
+WIDEST_BLOCK = 128  # rows, whose Gram matrix one program of a GPU holds
 
 
 def next_basis(y: Tensor, basis: Tensor | None = None, *, passes: int = 1) -> Tensor:
@@ -34,10 +35,10 @@ def next_basis(y: Tensor, basis: Tensor | None = None, *, passes: int = 1) -> Te
         basis: [w c], of independent rows of about unit length; None: rows of the identity.
         passes: of `gram_factor`; after two the rows are orthonormal.
     """
-    if len(y) <= _WIDEST_BLOCK and y.dtype is torch.float32 and kernels_for(y) == "triton":
+    if len(y) <= WIDEST_BLOCK and y.dtype is torch.float32 and kernels_for(y) == "triton":
         from metis_hf.numerics.kernels import triton_basis
 
-        return triton_basis.next_basis(y, basis, passes, _TRACE[y.dtype], _ZERO, _SHIFT)
+        return triton_basis.next_basis(y, basis, passes, triton_basis.Limits(*LIMITS))
     y = y / vector_norm(y, dim=1, keepdim=True).clamp_min_(_ZERO)
     if basis is None:
         y.diagonal().add_(_TRACE[y.dtype])

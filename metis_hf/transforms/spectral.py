@@ -16,7 +16,7 @@ from torch.nn.functional import embedding_bag
 from metis_hf.noise import Key, uniform
 from metis_hf.numerics.kernels.choice import kernels_for
 from metis_hf.numerics.kernels.layout import DTYPES
-from metis_hf.transforms.orthogonal import next_basis
+from metis_hf.transforms.orthogonal import LIMITS, WIDEST_BLOCK, next_basis
 from metis_hf.transforms.products import project
 
 _DEFAULT_KEY = Key(0)
@@ -177,12 +177,19 @@ def dominant_basis(
     Returns:
         [c k], fp32 (fp64 for an fp64 sample).
     """
+    if start is not None:
+        dtype = torch.promote_types(sample.dtype, torch.float32)
+        start = torch.empty(start.T.shape, dtype=dtype, device=start.device).copy_(start.T)
+        start.diagonal().add_(2.0**-20)
+    if sample.dtype in DTYPES and rank <= WIDEST_BLOCK and kernels_for(sample) == "triton":
+        from metis_hf.numerics.kernels import triton_basis
+
+        limits = triton_basis.Limits(*LIMITS)
+        return triton_basis.dominant_basis(sample, rank, n_iter, key, start, limits).T
     sample = _in_range(sample)
     if start is None:
         return _power_basis(sample, rank, n_iter, key).T
-    first = start.T.to(sample.dtype)
-    trace = 2.0**-20 * torch.eye(*first.shape, dtype=first.dtype, device=first.device)
-    return _powers(sample, first + trace, n_iter).T
+    return _powers(sample, start, n_iter).T
 
 
 def _in_range(sample: Tensor) -> Tensor:
@@ -190,10 +197,6 @@ def _in_range(sample: Tensor) -> Tensor:
 
     Products of huge or tiny values must not leave the fp32 range.
     """
-    if sample.dtype in DTYPES and kernels_for(sample) == "triton":
-        from metis_hf.numerics.kernels import triton_basis
-
-        return triton_basis.in_range(sample.detach())
     dtype = torch.float64 if sample.dtype is torch.float64 else torch.float32
     sample = torch.nan_to_num(sample.detach().to(dtype), nan=0.0, posinf=0.0, neginf=0.0)
     least, largest = sample.aminmax()

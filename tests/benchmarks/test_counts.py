@@ -21,7 +21,7 @@ MOST = {
     "nvidia": 15,
     "four-over-six": 15,
     "quartet2": 19,
-    "metis": 112,
+    "metis": 84,
     "metis, kept subspaces": 57,
 }
 

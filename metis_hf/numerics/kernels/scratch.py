@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Hashable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,11 +22,15 @@ FINGERPRINTS = 4  # of them, in front
 
 
 class Measured(NamedTuple):
-    """A tensor whose largest magnitude counts: as it is, or rotated along `dim`."""
+    """A tensor whose largest magnitude counts: as it is, or rotated along `dim`.
+
+    With `finite` the largest one that is finite.
+    """
 
     x: Tensor
     groups: Groups | None = None
     dim: int = -1
+    finite: bool = False
 
     @property
     def mark(self) -> Hashable:
@@ -33,7 +38,7 @@ class Measured(NamedTuple):
         signs = None if self.groups is None else self.groups.signs
         known = None if signs is None else (signs.static, id(signs.data))  # which the call holds
         turn = None if self.groups is None else (self.groups.size, known, self.dim % 2)
-        return (*_mark(self.x), turn)
+        return (*_mark(self.x), turn, self.finite)
 
     def is_of(self, x: Tensor) -> bool:
         """Return whether it is this tensor, rotated or not."""
@@ -74,6 +79,12 @@ class Scratch:
         """Return the tensors that are expected, without those whose magnitude is known."""
         expected = [each for each in self._expected if not each.x.is_inference()]
         return [each for each in expected if each.mark not in self._known]
+
+
+def zero_of(scratch: Scratch | None, device: torch.device) -> Tensor:
+    """Return an int32 that is zero, 0-dim, of the scratch memory or written here."""
+    zero = None if scratch is None else scratch.zero()
+    return torch.zeros((), dtype=torch.int32, device=device) if zero is None else zero
 
 
 def _mark(x: Tensor) -> tuple[Hashable, ...]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from metis_hf.numerics.kernels.layout import DTYPES, Groups, readable
-from metis_hf.numerics.kernels.scratch import Measured, Scratch
+from metis_hf.numerics.kernels.scratch import Measured, Scratch, zero_of
 from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of
 from metis_hf.numerics.kernels.triton_rotation import rotated
 from metis_hf.numerics.kernels.triton_tiles import (
@@ -119,14 +119,13 @@ def outer_of(
     if given is not None:
         return Outer(given.view(torch.int32), decode)
     measured, remembers = Measured(x, groups, dim), minus is None and not by_row
-    amax = None
-    if scratch is not None and not by_row:
-        amax = scratch.amax(measured) if remembers else None
-        if amax is not None:
-            return Outer(amax, decode)
-        amax = scratch.zero()
-    if amax is None:
+    if by_row:
         amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
+    else:
+        known = scratch.amax(measured) if scratch is not None and remembers else None
+        if known is not None:
+            return Outer(known, decode)
+        amax = zero_of(scratch, x.device)
     pointers = {"amax_ptr" if groups is None else "rotated_ptr": amax}
     turned = measured
     if scratch is not None and remembers:
@@ -167,7 +166,7 @@ def _is_dense(x: Tensor) -> bool:
 def _launch(
     turned: Measured, pointers: dict[str, Tensor], by_row: bool, minus: Tensor | None
 ) -> None:
-    x, groups, dim = turned
+    x, groups, dim, _ = turned
     lanes = dim % x.dim() == x.dim() - 1
     rows = readable(x.reshape(-1, x.shape[-1])) if by_row else None
     matrix = matrix_of(x, lanes or groups is None, groups) if rows is None else rows

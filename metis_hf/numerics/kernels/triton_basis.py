@@ -1,126 +1,132 @@
 """Orthonormal bases of a few rows in few launches, for CUDA devices; see `transforms.orthogonal`.
 
-Products are GEMMs of torch. Around each, one launch makes rows of unit length, and one program of a
-single block turns their Gram matrix into the inverse of its Cholesky factor: the solvers of CUDA's
-libraries take several kernels for a factor, and one more for each use of it.
+A product writes sums of squares beside its rows. The next launch makes rows of unit length, and
+adds up their Gram matrix in parts; its last program adds up the parts, and turns the sum into the
+inverse of its Cholesky factor. The launch after that multiplies with the inverse.
 
 This module imports triton, so it is imported where it is used only.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from metis_hf import noise
 from metis_hf.numerics.kernels.layout import readable
+from metis_hf.numerics.kernels.scratch import Measured, zero_of
 from metis_hf.numerics.kernels.triton_direct import launch
-from metis_hf.numerics.kernels.triton_numbers import bits_of
+from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of
+from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
 _TILE = 4096  # elements of a program that looks for the largest one, or scales
-_PARTS = 1024  # of which a program reads the largest elements at once
-_COLUMNS = 1024  # of a row at once
+_COUNT = 32  # rows of a sample that a program multiplies at once
+_COLUMNS = 32  # of a tile
+_DEPTH = 32  # columns of an inverse factor that a program holds
+_PARTS = 32  # of a Gram matrix, at most
 _OPTIONS = {"enable_fp_fusion": False}
+_LANES = tl.constexpr(noise._LANES)
+# Three products on tensor cores, nearly as good as one in fp32; AMD's compiler has no such choice.
+_PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
+
+
+class Limits(NamedTuple):
+    """The share of the old basis in a new one, the length that counts as 0, and the shift."""
+
+    trace: float
+    zero: float
+    shift: float
 
 
 @triton.jit
-def _finite(x_ptr, at, count):
-    """Read numbers as fp32, those as 0 that are not finite."""
-    bits = bits_of(tl.load(x_ptr + at, mask=at < count, other=0.0))
-    value = bits.to(tl.float32, bitcast=True)
-    return tl.where((bits & 0x7F800000) == 0x7F800000, 0.0, value)
+def finite_bits(bits):
+    """Return the bits of fp32 numbers, zero for those that are not finite."""
+    return tl.where((bits & 0x7F800000) == 0x7F800000, 0, bits)
 
 
 @triton.jit(do_not_specialize=["count"])
-def find_largest(x_ptr, out_ptr, count, TILE: tl.constexpr):
-    """Write the largest finite magnitude of the program's elements."""
+def find_largest(x_ptr, largest_ptr, count, TILE: tl.constexpr):
+    """Write the largest finite magnitude, as bits, into an int32 that is 0."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    tl.store(out_ptr + tl.program_id(0), tl.max(tl.abs(_finite(x_ptr, at, count))))
+    bits = finite_bits(bits_of(tl.load(x_ptr + at, mask=at < count, other=0.0)))
+    tl.atomic_max(largest_ptr, tl.max(bits & MAGNITUDE), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count", "parts"])
-def scale(
-    x_ptr, largest_ptr, out_ptr, count, parts, TINY: tl.constexpr, TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """Write the finite numbers over the largest of some magnitudes."""
-    largest = tl.full((PARTS,), TINY, tl.float32)
-    for begin in range(0, parts, PARTS):
-        part = begin + tl.arange(0, PARTS)
-        largest = tl.maximum(largest, tl.load(largest_ptr + part, mask=part < parts, other=0.0))
-    unit = tl.max(largest)
+@triton.jit(do_not_specialize=["count"])
+def scale(x_ptr, largest_ptr, out_ptr, count, TINY: tl.constexpr, TILE: tl.constexpr):
+    """Write the finite numbers over the largest magnitude."""
+    unit = tl.maximum(tl.load(largest_ptr).to(tl.float32, bitcast=True), TINY)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    value = _finite(x_ptr, at, count)
+    bits = finite_bits(bits_of(tl.load(x_ptr + at, mask=at < count, other=0.0)))
+    value = bits.to(tl.float32, bitcast=True)
     tl.store(out_ptr + at, tl.math.div_rn(value, unit + tl.zeros_like(value)), mask=at < count)
 
 
-def in_range(sample: Tensor) -> Tensor:
+def _in_range(sample: Tensor, key: noise.Key) -> Tensor:
     """Return a matrix in fp32, its largest entry 1, and 0 where it is not finite."""
+    measured = Measured(sample, finite=True)
+    largest = None if key.scratch is None else key.scratch.amax(measured)
     sample = readable(sample).contiguous()
     count = sample.numel()
-    programs = triton.cdiv(count, _TILE)
+    grid = (triton.cdiv(count, _TILE),)
     out = torch.empty(sample.shape, dtype=torch.float32, device=sample.device)
-    largest = torch.empty(programs, dtype=torch.float32, device=sample.device)
+    sizes = {"count": count, "TILE": _TILE}
     with torch.cuda.device_of(sample):
-        sizes = {"count": count, "TILE": _TILE}
-        launch(find_largest, (programs,), _OPTIONS, x_ptr=sample, out_ptr=largest, **sizes)
-        launch(
-            scale,
-            (programs,),
-            _OPTIONS,
-            x_ptr=sample,
-            largest_ptr=largest,
-            out_ptr=out,
-            parts=programs,
-            TINY=torch.finfo(torch.float32).tiny,
-            PARTS=_PARTS,
-            **sizes,
-        )
+        if largest is None:
+            largest = zero_of(key.scratch, sample.device)
+            launch(find_largest, grid, _OPTIONS, x_ptr=sample, largest_ptr=largest, **sizes)
+        tiny = torch.finfo(torch.float32).tiny
+        given = {"x_ptr": sample, "largest_ptr": largest, "out_ptr": out}
+        launch(scale, grid, _OPTIONS, **given, TINY=tiny, **sizes)
     return out
 
 
-@triton.jit
-def unit_rows(
-    y_ptr, basis_ptr, out_ptr, columns, TRACE: tl.constexpr, ZERO: tl.constexpr,
-    COLUMNS: tl.constexpr,
+@triton.jit(do_not_specialize=["word0", "word1", "count", "width"])
+def multiply(
+    left_ptr, sample_ptr, out_ptr, squares_ptr, data_ptr, word0, word1, count, columns, width,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write a row over its length plus a trace of another one, in fp64.
+    """Write left [width count] @ sample [count columns], and each row's sum of squares in a tile.
 
-    The other is the row of `basis`, or of the identity.
+    Without `left` it is noise of the key, transposed, less a half.
     """
-    row = tl.program_id(0)
-    squares = tl.zeros((COLUMNS,), tl.float32)
-    for begin in range(0, columns, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        y = tl.load(y_ptr + row.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
-        squares += y * y
-    length = tl.maximum(tl.sqrt_rn(tl.sum(squares)), ZERO)
-    for begin in range(0, columns, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        inside = column < columns
-        at = row.to(tl.int64) * columns + column
-        y = tl.load(y_ptr + at, mask=inside, other=0.0)
-        y = tl.math.div_rn(y, length + tl.zeros_like(y))
-        if basis_ptr is None:
-            y += tl.where(column == row, TRACE, 0.0)
+    row = tl.arange(0, WIDTH)[:, None]
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros((WIDTH, COLUMNS), tl.float32)
+    for begin in range(0, count, COUNT):
+        other = begin + tl.arange(0, COUNT)
+        inside = (row < width) & (other[None, :] < count)
+        if left_ptr is None:
+            index = other[None, :] * tl.cdiv(width, _LANES) + row // _LANES
+            left = uniform_at(index, row % _LANES, (data_ptr, word0, word1)) - 0.5
+            left = tl.where(inside, left, 0.0)
         else:
-            y += tl.load(basis_ptr + at, mask=inside, other=0.0) * TRACE
-        tl.store(out_ptr + at, y.to(tl.float64), mask=inside)
+            left = tl.load(left_ptr + row * count + other[None, :], mask=inside, other=0.0)
+        inside = (other[:, None] < count) & (column < columns)
+        at = other[:, None].to(tl.int64) * columns + column
+        sample = tl.load(sample_ptr + at, mask=inside, other=0.0)
+        total = tl.dot(left, sample, total, input_precision=PRECISION)
+    inside = row < width
+    at = row.to(tl.int64) * columns + column
+    tl.store(out_ptr + at, total, mask=inside & (column < columns))
+    squares = tl.sum(total * total, 1, keep_dims=True)
+    tl.store(squares_ptr + tl.program_id(0) * width + row, squares, mask=inside)
 
 
-@triton.jit(do_not_specialize=["width"])
-def invert_factor(gram_ptr, out_ptr, width, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """Write L^-1, where L L^T is a matrix [width width] with a diagonal a little larger.
+@triton.jit
+def _invert_factor(left, width, SHIFT: tl.constexpr):
+    """Return L^-1, where L L^T is a matrix [width width] with a diagonal a little larger.
 
     Elimination in place: before step j the columns up to j - 1 hold the inverse of the factor of
     the leading rows, and the others what is left of the matrix, which stays symmetric. Each step
     subtracts the product of the column j, below the diagonal, and the row j.
     """
-    row = tl.arange(0, WIDTH)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = (row < width) & (column < width)
-    left = tl.load(gram_ptr + row * width + column, mask=inside, other=0.0)
+    row = tl.arange(0, left.shape[0])[:, None]
+    column = tl.arange(0, left.shape[0])[None, :]
     left += tl.where(row == column, left * SHIFT, 0.0)
     for j in range(0, width):
         of_row = tl.sum(tl.where(row == j, left, 0.0), 0, keep_dims=True)
@@ -130,45 +136,188 @@ def invert_factor(gram_ptr, out_ptr, width, SHIFT: tl.constexpr, WIDTH: tl.const
         of_row = tl.where(column == j, root, of_row)
         rest = tl.where(column == j, 0.0, left) - of_column * of_row
         left = tl.where(row > j, rest, tl.where(row == j, of_row, left))
-    tl.store(out_ptr + row * width + column, tl.where(column <= row, left, 0.0), mask=inside)
+    return tl.where(column <= row, left, 0.0)
 
 
-def _orthonormal(y: Tensor, shift: float) -> Tensor:
-    """Make rows of y [w c] in fp64 nearly orthonormal.
+@triton.jit(do_not_specialize=["width", "stretches"])
+def turn(
+    y_ptr, squares_ptr, basis_ptr, before_ptr, out_ptr, grams_ptr, counter_ptr, inverse_ptr,
+    columns, width, stretches, TRACE: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Write before [width width] @ y [width columns], and the inverse factor of its Gram matrix.
+
+    Without `before` write rows of y over their lengths, plus a trace of the rows of `basis`, or of
+    the identity. The lengths are the roots of sums over `stretches` of squares. Without `grams`,
+    where parts of the Gram matrix go, no factor is made.
 
     A product with the inverse, unlike a solve row after row, carries errors of nearly dependent
     rows over to others: hence fp64, in which they are none.
     """
-    gram = y @ y.T
-    inverse = torch.empty_like(gram)
-    width = len(gram)
-    padded = max(16, triton.next_power_of_2(width))
+    row = tl.arange(0, WIDTH)[:, None]
+    other = tl.arange(0, WIDTH)[None, :]
+    square = (row < width) & (other < width)
+    if before_ptr is None:
+        squares = tl.zeros((WIDTH, 1), tl.float32)
+        for stretch in range(0, stretches):
+            squares += tl.load(squares_ptr + stretch * width + row, mask=row < width, other=0.0)
+        length = tl.maximum(tl.sqrt_rn(squares), ZERO)
+    gram = tl.zeros((WIDTH, WIDTH), tl.float64)
+    for begin in range(tl.program_id(0) * COLUMNS, columns, tl.num_programs(0) * COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < width) & (column < columns)
+        at = row.to(tl.int64) * columns + column
+        turned = tl.zeros((WIDTH, COLUMNS), tl.float64)
+        if before_ptr is None:
+            y = tl.load(y_ptr + at, mask=inside, other=0.0)
+            y = tl.math.div_rn(y, length + tl.zeros_like(y))
+            if basis_ptr is None:
+                y += tl.where((column == row) & inside, TRACE, 0.0)
+            else:
+                y += tl.load(basis_ptr + at, mask=inside, other=0.0) * TRACE
+            turned += y.to(tl.float64)
+        else:
+            for first in range(0, width, DEPTH):
+                k = first + tl.arange(0, DEPTH)
+                known = (row < width) & (k[None, :] < width)
+                before = tl.load(before_ptr + row * width + k[None, :], mask=known, other=0.0)
+                known = (k[:, None] < width) & (column < columns)
+                at_k = k[:, None].to(tl.int64) * columns + column
+                y = tl.load(y_ptr + at_k, mask=known, other=0.0).to(tl.float64)
+                turned = tl.dot(before, y, turned, out_dtype=tl.float64)
+        tl.store(out_ptr + at, turned.to(out_ptr.dtype.element_ty), mask=inside)
+        if grams_ptr is not None:
+            gram = tl.dot(turned, tl.trans(turned), gram, out_dtype=tl.float64)
+    if grams_ptr is not None:
+        place = row * width + other
+        tl.store(grams_ptr + tl.program_id(0) * width * width + place, gram, mask=square)
+        tl.debug_barrier()  # all of the program's part is written before it is counted
+        parts = tl.num_programs(0)
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == parts - 1:
+            tl.store(counter_ptr, 0)  # for the next launch
+            whole = tl.zeros((WIDTH, WIDTH), tl.float64)
+            for part in range(0, parts):
+                whole += tl.load(
+                    grams_ptr + part * width * width + place, mask=square, other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+            inverse = _invert_factor(whole, width, SHIFT)
+            tl.store(inverse_ptr + place, inverse, mask=square)
+
+
+def _multiply(
+    left: Tensor | None, sample: Tensor, width: int, key: noise.Key
+) -> tuple[Tensor, Tensor]:
+    """Return left [w n] @ sample [n c], and sums of squares [.. w] of the rows' parts."""
+    count, columns = sample.shape
+    tiles = triton.cdiv(columns, _COLUMNS)
+    out = torch.empty(width, columns, dtype=torch.float32, device=sample.device)
+    squares = torch.empty(tiles, width, dtype=torch.float32, device=sample.device)
+    word0, word1 = noise.static_words(key)
+    with torch.cuda.device_of(sample):
+        launch(
+            multiply,
+            (tiles,),
+            _OPTIONS,
+            left_ptr=left,
+            sample_ptr=sample,
+            out_ptr=out,
+            squares_ptr=squares,
+            data_ptr=key.data,
+            word0=word0,
+            word1=word1,
+            count=count,
+            columns=columns,
+            width=width,
+            WIDTH=_padded(width),
+            COUNT=_COUNT,
+            COLUMNS=_COLUMNS,
+            PRECISION=_PRECISION,
+        )
+    return out, squares
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _turn(
+    y: Tensor,
+    dtype: torch.dtype,
+    limits: Limits,
+    *,
+    squares: Tensor | None = None,
+    basis: Tensor | None = None,
+    before: Tensor | None = None,
+    counter: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch `turn` of y [w c]; with a counter, an int32 that is 0, for an inverse factor too."""
+    width, columns = y.shape
+    programs, padded = triton.cdiv(columns, _COLUMNS), _padded(width)
+    out = torch.empty(y.shape, dtype=dtype, device=y.device)
+    grams = inverse = None
+    if counter is not None:
+        programs = min(programs, _PARTS)
+        grams = torch.empty(programs, width, width, dtype=torch.float64, device=y.device)
+        inverse = torch.empty(width, width, dtype=torch.float64, device=y.device)
     options = {"num_warps": max(1, min(16, padded * padded // 512))}  # 8 to 32 numbers of a thread
-    sizes = {"width": width, "SHIFT": shift, "WIDTH": padded}
     with torch.cuda.device_of(y):
-        launch(invert_factor, (1,), options, gram_ptr=gram, out_ptr=inverse, **sizes)
-    return inverse @ y
+        launch(
+            turn,
+            (programs,),
+            options | _OPTIONS,
+            y_ptr=y,
+            squares_ptr=squares,
+            basis_ptr=basis,
+            before_ptr=before,
+            out_ptr=out,
+            grams_ptr=grams,
+            counter_ptr=counter,
+            inverse_ptr=inverse,
+            columns=columns,
+            width=width,
+            stretches=0 if squares is None else squares.numel() // width,
+            TRACE=limits.trace,
+            ZERO=limits.zero,
+            SHIFT=limits.shift,
+            WIDTH=padded,
+            COLUMNS=_COLUMNS,
+            DEPTH=min(padded, _DEPTH),
+        )
+    return out, inverse
 
 
 def next_basis(
-    y: Tensor, basis: Tensor | None, passes: int, trace: float, zero: float, shift: float
+    y: Tensor,
+    basis: Tensor | None,
+    passes: int,
+    limits: Limits,
+    squares: Tensor | None = None,
+    counter: Tensor | None = None,
 ) -> Tensor:
-    """See `orthogonal.next_basis`; fp32."""
+    """See `orthogonal.next_basis`; fp32. `squares` [.. w] are sums of squares of rows, in parts."""
     y = y.contiguous()
-    out = torch.empty_like(y, dtype=torch.float64)
-    with torch.cuda.device_of(y):
-        launch(
-            unit_rows,
-            (len(y),),
-            _OPTIONS,
-            y_ptr=y,
-            basis_ptr=None if basis is None else basis.contiguous(),
-            out_ptr=out,
-            columns=y.shape[1],
-            TRACE=trace,
-            ZERO=zero,
-            COLUMNS=_COLUMNS,
-        )
-    for _ in range(passes):
-        out = _orthonormal(out, shift)
-    return out.float()
+    basis = None if basis is None else basis.contiguous()
+    squares = y.square().sum(1) if squares is None else squares
+    counter = zero_of(None, y.device) if counter is None else counter
+    first = {"squares": squares, "basis": basis}
+    y, before = _turn(y, torch.float32, limits, **first, counter=counter)
+    for _ in range(1, passes):
+        y, before = _turn(y, torch.float64, limits, before=before, counter=counter)
+    return _turn(y, torch.float32, limits, before=before)[0]
+
+
+def dominant_basis(
+    sample: Tensor, rank: int, n_iter: int, key: noise.Key, start: Tensor | None, limits: Limits
+) -> Tensor:
+    """See `spectral.dominant_basis`; `start` and the result are [k c], fp32."""
+    sample = _in_range(sample.detach(), key)
+    counter = zero_of(key.scratch, sample.device)
+    basis = start
+    if basis is None:
+        y, squares = _multiply(None, sample, rank, key)
+        basis = next_basis(y, None, 1 if n_iter else 2, limits, squares, counter)
+    for left in reversed(range(n_iter)):
+        y, squares = _multiply(basis @ sample.T, sample, rank, key)  # [k c] @ [c n] -> [k n]
+        basis = next_basis(y, basis, 1 if left else 2, limits, squares, counter)
+    return basis

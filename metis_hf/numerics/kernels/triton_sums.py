@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics.kernels.scratch import Measured, zero_of
+from metis_hf.numerics.kernels.triton_basis import finite_bits
 from metis_hf.numerics.kernels.triton_direct import launch
-from metis_hf.numerics.kernels.triton_numbers import bits_of, cast
+from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of, cast
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
 _COLUMNS = 128  # of a program
@@ -29,6 +31,7 @@ def add_rows(
     x_ptr,
     mask_ptr,
     out_ptr,
+    largest_ptr,
     data_ptr,
     shift0,
     shift1,
@@ -43,7 +46,10 @@ def add_rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write one sum: a row of each stretch of `sums` rows, plus or minus."""
+    """Write one sum: a row of each stretch of `sums` rows, plus or minus.
+
+    The largest finite magnitude of all goes, as bits, into the int32 at `largest_ptr`.
+    """
     place = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -63,7 +69,10 @@ def add_rows(
         total += tl.where(chance < 0.5, -value, value)
     sum_ = tl.sum(total, 0, keep_dims=True)
     at = place.to(tl.int64) * columns + column
-    tl.store(out_ptr + at, cast(sum_, out_ptr.dtype.element_ty), mask=column < columns)
+    rounded = cast(sum_, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, rounded, mask=column < columns)
+    largest = tl.max(finite_bits(bits_of(rounded)) & MAGNITUDE)  # zeros outside
+    tl.atomic_max(largest_ptr, largest, sem="relaxed")
 
 
 def sum_rows(
@@ -85,6 +94,9 @@ def sum_rows(
     out = torch.empty(sums, columns, dtype=dtype, device=x.device)
     shift0, shift1 = noise.static_words(shifts)
     sign0, sign1 = noise.static_words(signs)
+    largest = zero_of(signs.scratch, x.device)
+    if signs.scratch is not None:
+        signs.scratch.keep(Measured(out, finite=True), largest)
     with torch.cuda.device_of(x):
         launch(
             add_rows,
@@ -93,6 +105,7 @@ def sum_rows(
             x_ptr=x,
             mask_ptr=None if mask is None else mask.view(torch.uint8),
             out_ptr=out,
+            largest_ptr=largest,
             data_ptr=signs.data,
             shift0=shift0,
             shift1=shift1,

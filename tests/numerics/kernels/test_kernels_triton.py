@@ -116,6 +116,16 @@ def vector_loads(kernel) -> int:
     return len(re.findall(r"ld\.global\S*\.v4\.b32", kernel.asm["ptx"]))
 
 
+def spilled(kernel, folder) -> int:
+    """Bytes of a thread's local memory that a compiled kernel takes: what left its registers."""
+    from triton import knobs
+
+    (folder / "cubin").write_bytes(kernel.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "cubin")]
+    used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", used)[1])
+
+
 @compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", thinned([AMPERE, HOPPER, BLACKWELL], HOPPER.__eq__))
@@ -321,27 +331,29 @@ def test_projections_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
 
 @compiles
 @pytest.mark.slow
-def test_bases_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
-    """Once for each size of a block, which stays in registers."""
+def test_bases_are_compiled_for_gpus(compile_for, monkeypatch, tmp_path) -> None:
+    """Once for each size of a block, which stays in registers, and for each kind of launch."""
     from metis_hf.numerics.kernels import triton_basis
 
     compile_for(HOPPER)
-    names = ("find_largest", "scale", "unit_rows", "invert_factor")
+    names = {"find_largest": 2, "scale": 2, "multiply": 4, "turn": 10}
     recorders = {name: recorded(monkeypatch, triton_basis, name) for name in names}
-    for rows, width in ((256, 56), (1024, 50)):
-        sample = triton_basis.in_range(torch.zeros(rows, 768, dtype=torch.bfloat16))
-        triton_basis.next_basis(sample[:width], None, 2, 1e-6, 1e-18, 1e-12)
-    for name, recorder in recorders.items():
-        assert len({id(kernel) for kernel in recorder.compiled}) == 1, name
-    ptx = {name: recorder.compiled[0].asm["ptx"] for name, recorder in recorders.items()}
-    factor = ptx.pop("invert_factor")
-    for each in ptx.values():
-        assert_ieee(each)
-    triton_basis.next_basis(torch.zeros(12, 768), None, 1, 1e-6, 1e-18, 1e-12)  # the smallest block
-    assert recorders["invert_factor"].compiled[-1].metadata.num_warps == 1
+    limits = triton_basis.Limits(1e-6, 1e-18, 1e-12)
+    for width in (12, 56, 50):
+        sample = torch.zeros(20 * width, 768, dtype=torch.bfloat16)
+        triton_basis.dominant_basis(sample, width, 1, noise.Key(width), None, limits)
+    for name, different in names.items():
+        compiled = {id(kernel): kernel for kernel in recorders[name].compiled}
+        assert len(compiled) <= different, name
+        for kernel in compiled.values():
+            assert spilled(kernel, tmp_path) == 0, name
+            assert kernel.metadata.shared <= 99 * 1024  # of the smallest GPU since Ampere
+    for name in ("find_largest", "scale"):
+        assert_ieee(recorders[name].compiled[0].asm["ptx"])
+    assert recorders["turn"].compiled[0].metadata.num_warps == 1  # of the narrowest block
+    factor = recorders["turn"].compiled[-3].asm["ptx"]
     assert not re.search(r"approx|ftz", factor)
-    assert "fma.rn.f64" in factor
-    assert len(re.findall("shfl", factor)) <= 32  # a row is found among a thread's own numbers
+    assert "atom.acq_rel.gpu.global.add" in factor or "atom.global.gpu.acq_rel.add" in factor
 
 
 # --- when they run -------------------------------------------------------------------------------
