@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 try:
     import typer
@@ -39,6 +41,22 @@ app.command()(analyze)
 app.command()(report)
 app.command()(export)
 app.command()(schemes)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"metis-hf {version('metis-hf')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print it and exit."),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

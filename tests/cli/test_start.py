@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -42,6 +43,11 @@ def start(*commands):
     ended, imported = json.loads(done.stdout)
     assert imported == []
     return ended
+
+
+def test_version():
+    ((code, printed),) = start(["--version"])
+    assert (code, printed) == (0, f"metis-hf {version('metis-hf')}\n")
 
 
 def test_help():
