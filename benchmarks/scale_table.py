@@ -2,13 +2,16 @@
 
     python benchmarks/scale_table.py RECORD.json [RECORD.json ...] [--out DIR]
 
-With --out, DIR gets table.md and scale.json, the runs themselves. Records whose runs are of other
-numerics, tokens or settings are refused. Of a run that several have, the first is taken.
+With --out, DIR gets table.md, for each preset PRESET.png, curves and gaps, and of several records
+scale.json, the runs themselves. A README.md there shows each table between `<!-- scale PRESET -->`
+and `<!-- end -->`. Records whose runs are of other numerics, tokens or settings are refused. Of a
+run that several have, the first is taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -64,7 +67,12 @@ def joined(paths: Sequence[Path]) -> dict[str, Row]:
 
 def markdown(rows: dict[str, Row]) -> str:
     """A table for each preset, what the runs share, and what can be told from them."""
-    texts = []
+    return "\n".join(f"### {preset}\n\n{text}" for preset, text in tables(rows).items())
+
+
+def tables(rows: dict[str, Row]) -> dict[str, str]:
+    """The table of each preset, and what can be told from it."""
+    texts = {}
     for preset in dict.fromkeys(row["preset"] for row in rows.values()):
         own = [row for row in rows.values() if row["preset"] == preset]
         summaries = summarize([_result(row) for row in own], REFERENCE)
@@ -72,14 +80,40 @@ def markdown(rows: dict[str, Row]) -> str:
         if len(batches := sorted({row["device_batch"] for row in own})) > 1:
             sentences.append(f"Micro-batches of {' and '.join(map(str, batches))} sequences.")
         body = loss_table.markdown(summaries, REFERENCE) + "\n"
-        texts.append(f"### {preset}\n\n{body}" + "".join(f"- {text}\n" for text in sentences))
-    return "\n".join(texts)
+        texts[preset] = body + "".join(f"- {text}\n" for text in sentences)
+    return texts
+
+
+def write(rows: dict[str, Row], out: Path, *, several: bool) -> None:
+    """Write the files of a folder, and into the tables of its page."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.md").write_text(markdown(rows))
+    if several:
+        write_json(out / "scale.json", rows)
+    draw(rows, out)
+    page = out / "README.md"
+    for preset, text in tables(rows).items() if page.exists() else ():
+        marked = re.compile(rf"(<!-- scale {preset} -->\n).*?(<!-- end -->)", re.DOTALL)
+        page.write_text(marked.sub(lambda m, text=text: f"{m[1]}{text}{m[2]}", page.read_text()))
 
 
 def _result(row: Row) -> SchemeResult:
     known = {field.name for field in fields(SchemeResult)}
     values = {key: value for key, value in row.items() if key in known}
-    return SchemeResult(**values, summary="", history=[])
+    curve = [{"step": s, "loss": v} for s, v in zip(row["curve"]["step"], row["curve"]["loss"])]
+    return SchemeResult(**values, summary="", history=curve)
+
+
+def draw(rows: dict[str, Row], out: Path) -> None:
+    """Draw the curves of each preset, smoothed, and their gaps to BF16."""
+    from metis_hf.lab.compare.loss_figures import plot_curves
+
+    for preset in dict.fromkeys(row["preset"] for row in rows.values()):
+        own = [row for row in rows.values() if row["preset"] == preset]
+        row = own[0]
+        each = row["tokens"] // row["steps"]
+        title = f"{row['parameters'] / 1e6:.0f}M parameters from scratch, {each:,} tokens a step"
+        plot_curves([_result(one) for one in own], out / f"{preset}.png", title)
 
 
 def _shared(rows: Sequence[Row]) -> str:
@@ -101,15 +135,13 @@ def _shared(rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("records", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, help="folder of table.md and scale.json")
+    parser.add_argument("--out", type=Path, help="folder of table, runs and figures")
     args = parser.parse_args()
     try:
         rows = joined(args.records)
         text = markdown(rows)
         if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "table.md").write_text(text)
-            write_json(args.out / "scale.json", rows)
+            write(rows, args.out, several=len(args.records) > 1)
     except (ValueError, OSError) as error:
         sys.exit(f"scale_table: {error}")
     print(text)

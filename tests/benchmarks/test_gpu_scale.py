@@ -53,17 +53,18 @@ def row(scheme: str = "bf16", seed: int = 0, **changes) -> dict:
 
 def test_units_come_in_the_order_of_their_worth():
     keys = [unit.key for unit in scale.units()]
-    assert len(keys) == len(set(keys)) == 11 * 3 + 3
+    assert len(keys) == len(set(keys)) == 13 * 3 + 3
     assert keys[:5] == [
         *(f"30m, {name}, seed 0" for name in ("bf16", "metis", "nvidia", "nvfp4-rne")),
         "30m, bf16, seed 1",
     ]
-    assert keys[12:19] == [
+    assert keys[12:21] == [
         "30m, quartet2, seed 0", "30m, four-over-six, seed 0", "30m, averis, seed 0",
         "30m, metis rank 1.5%, seed 0", "30m, metis rank 18%, seed 0",
+        "30m, metis-released, seed 0", "30m, metis-released in bf16, seed 0",
         "30m, metis subspaces of 8 steps, seed 0", "30m, metis-paper, seed 0",
     ]  # fmt: skip
-    assert keys[19:22] == [f"130m, {name}, seed 0" for name in ("bf16", "metis", "nvidia")]
+    assert keys[21:24] == [f"130m, {name}, seed 0" for name in ("bf16", "metis", "nvidia")]
 
 
 def test_micro_batches_get_smaller_until_they_fit_and_stay_so(monkeypatch, tmp_path):
@@ -137,6 +138,22 @@ def test_records_of_other_numerics_make_no_table(tmp_path):
             scale_table.joined([one, other])
     with pytest.raises(ValueError, match="no run of the part scale"):
         scale_table.joined([record("empty")])
+
+
+def test_a_page_shows_the_table_and_the_curves(tmp_path):
+    (tmp_path / "README.md").write_text("# Runs\n\n<!-- scale 30m -->\nold\n<!-- end -->\nafter\n")
+    record = tmp_path / "one.json"
+    units = {"a": row(), "b": row("metis", loss=4.04)}
+    record.write_text(json.dumps({"parts": {"scale": {"items": units}}}))
+    command = [sys.executable, ROOT / "benchmarks" / "scale_table.py", record, "--out", tmp_path]
+    subprocess.run(command, check=True, capture_output=True)
+    page = (tmp_path / "README.md").read_text()
+    assert "| metis | **4.0400** | +1.00 |" not in page  # bf16 is lower
+    assert "| metis | 4.0400 | +1.00 |" in page
+    assert "old" not in page
+    assert page.endswith("<!-- end -->\nafter\n")
+    assert (tmp_path / "30m.png").stat().st_size > 10_000
+    assert not (tmp_path / "scale.json").exists()  # of one record it says the same
 
 
 def test_the_table_has_intervals_where_seeds_allow(tmp_path):

@@ -65,7 +65,9 @@ def _columns(
             ("s/step", lambda s: f"{s.seconds_per_step:.3f}"),
             ("x control", lambda s: f"{s.seconds_per_step / control[0]:.2f}" if control else ""),
         ]
-    return [*found, ("MB", lambda s: f"{s.peak_memory / 1e6:.0f}")]
+    if any(s.peak_memory for s in summaries):
+        found.append(("MB", lambda s: f"{s.peak_memory / 1e6:.0f}"))
+    return found
 
 
 def _loss(summary: Summary) -> str:
