@@ -6,8 +6,8 @@ The layer takes the way of a CUDA device, in bf16, with the CPU's operations, an
 is launched: what kernels would write stays as it was allocated. Launches are counted by kernel,
 torch's operations by name: each that is not a view and does not merely allocate counts one, also
 where torch starts several kernels for it. So a GPU's profiler sees a little more: cuBLAS clears a
-workspace before a GEMM, and a Cholesky factor takes three kernels. The time is that of a small
-layer, nearly all of it Python's and the dispatcher's, without what Triton takes for a launch.
+workspace before a GEMM. The time is that of a small layer, nearly all of it Python's and the
+dispatcher's, without what Triton takes for a launch.
 """
 
 from __future__ import annotations

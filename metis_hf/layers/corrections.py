@@ -19,6 +19,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
+from metis_hf.numerics.kernels.epilogue import multiply_columns
 from metis_hf.operands import Quantized
 
 
@@ -43,7 +44,7 @@ def correct(
     """
     near, lengths, far = other
     # [m n] @ [n k] -> [m k]
-    coordinates = (error.to(dtype) @ near.to(dtype)) * lengths
+    coordinates = multiply_columns(error.to(dtype) @ near.to(dtype), lengths, key.scratch)
     left = quantizer(coordinates, dim=-1, key=key, dtype=dtype)
     out.addmm_(left, far.to(dtype))  # [m k] @ [k p] -> [m p]
 

@@ -195,8 +195,9 @@ class GemmPlan:
             assert x is not None
             return self.matrix_operand(Role.WGRAD_INPUT, x)
         role, operand = self.resolve(Role.WGRAD_INPUT)
-        encoded = Encoded(saved.tensors)
-        return operand.decode(encoded, dim=contracted_dim(role), shape=shape, dtype=self.dtype)
+        factors = Role.WGRAD_GRAD_OUTPUT in self.scheme.corrected
+        options: dict[str, Any] = {"dim": contracted_dim(role), "shape": shape}
+        return operand.decode(Encoded(saved.tensors), dtype=self.dtype, factors=factors, **options)
 
 
 def contracted_dim(role: Role) -> int:

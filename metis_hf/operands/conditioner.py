@@ -104,6 +104,8 @@ class Conditioner(ABC):
             nothing of interest without.
         has_codes: `encode` and `decode` give the result of a call. Found for each class: it has an
             `encode`, and does not override the call alone. Otherwise x_hat is saved densely.
+        writes_values: `encode` takes `dtype`, too, the dtype of a GEMM that takes x_hat next or
+            None, and may write x_hat at once. A class with an `encode` of its own says so itself.
     """
 
     is_direct: ClassVar[bool] = False
@@ -111,9 +113,12 @@ class Conditioner(ABC):
     uses_row_mask: ClassVar[bool] = False
     needs_state: ClassVar[bool] = False
     has_codes: ClassVar[bool] = False
+    writes_values: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if _is_newer(cls, "encode", "writes_values"):
+            cls.writes_values = False
         if _is_newer(cls, "__call__", "is_direct"):
             cls.is_direct = False
         if "has_codes" in vars(cls):

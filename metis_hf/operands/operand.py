@@ -164,12 +164,24 @@ class Operand:
                 x, self.quantizer, dim=dim, key=key, scaled=scaled, **options
             )
             return Encoded(packed, values=values)
-        return self.conditioner.encode(x, self.quantizer, dim=dim, key=key, row_mask=row_mask)
+        options = {"dtype": dtype} if self.conditioner.writes_values else {}
+        return self.conditioner.encode(
+            x, self.quantizer, dim=dim, key=key, row_mask=row_mask, **options
+        )
 
     def decode(
-        self, encoded: Encoded, *, dim: int, shape: tuple[int, int], dtype: torch.dtype
+        self,
+        encoded: Encoded,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        factors: bool = True,
     ) -> Quantized:
-        """Return the result of a call, bit for bit, from the codes of an x of this shape."""
+        """Return the result of a call, bit for bit, from the codes of an x of this shape.
+
+        Without `factors` it need not have the low-rank part of a split matrix.
+        """
         assert self.quantizer is not None
         if self._keeps_scale_apart(dtype):
             packed = Packed(*encoded.tensors)  # type: ignore[arg-type]
@@ -178,10 +190,11 @@ class Operand:
             values = unpack(packed, self.quantizer, dim=dim, shape=shape, dtype=dtype, scaled=False)
             return Quantized(values, packed.global_scale)
         if encoded.values is not None:
-            return Quantized(encoded.values)
-        x_hat, low = self.conditioner.decode_with_factors(
-            encoded, self.quantizer, dim=dim, shape=shape, dtype=dtype
-        )
+            return Quantized(encoded.values, low=encoded.low)
+        options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype}
+        if not factors:
+            return Quantized(self.conditioner.decode(encoded, self.quantizer, **options))
+        x_hat, low = self.conditioner.decode_with_factors(encoded, self.quantizer, **options)
         return Quantized(x_hat, low=low)
 
 

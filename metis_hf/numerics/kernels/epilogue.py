@@ -14,6 +14,7 @@ from torch import Tensor
 
 from metis_hf.numerics.kernels.choice import kernels_for
 from metis_hf.numerics.kernels.layout import DTYPES
+from metis_hf.numerics.kernels.scratch import Scratch
 
 _MAX_ELEMENTS = 2**31 - 2**13  # places are counted in 32 bits, to the end of the last program
 
@@ -60,6 +61,22 @@ def rounding_error(x: Tensor, values: Tensor, scale: Tensor | None, dtype: torch
 
         return triton_epilogue.rounding_error(x, values, scale, dtype)
     return (x - (values if scale is None else values.float() * scale)).to(dtype)
+
+
+def multiply_columns(x: Tensor, lengths: Tensor, scratch: Scratch | None) -> Tensor:
+    """Return x [m k] times the lengths [k] of its columns, in fp32 at least.
+
+    The scratch memory of the call keeps the largest magnitude.
+    """
+    if (
+        lengths.dtype is torch.float32
+        and _has_kernel(x, [lengths])
+        and kernels_for(x, lengths) == "triton"
+    ):
+        from metis_hf.numerics.kernels import triton_epilogue
+
+        return triton_epilogue.multiply_columns(x, lengths, scratch)
+    return x * lengths
 
 
 def _has_kernel(out: Tensor, given: Sequence[Tensor]) -> bool:

@@ -67,6 +67,19 @@ class Packed(NamedTuple):
     global_scale: Tensor | None
 
 
+class Low(NamedTuple):
+    """A matrix (left * lengths) @ right of low rank, which kernels take off or add; see `low_rank`.
+
+    Attributes:
+        left, right: [t k] and [k c], packed along one dimension.
+        lengths: [k], fp32.
+    """
+
+    left: Packed
+    lengths: Tensor
+    right: Packed
+
+
 class Groups(NamedTuple):
     """The rotation of a matrix in groups along one of its dimensions; see `rotation`.
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metis_hf.numerics.kernels.layout import DTYPES, Groups, readable
+from metis_hf.numerics.kernels.layout import DTYPES, Groups, Low, readable
 from metis_hf.numerics.kernels.scratch import Measured, Scratch, zero_of
 from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of
 from metis_hf.numerics.kernels.triton_rotation import rotated
@@ -41,38 +41,28 @@ def _keep(bits, amax_ptr, row, rows, BY_ROW: tl.constexpr):
         tl.atomic_max(amax_ptr, tl.max(bits & MAGNITUDE), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "sign0", "sign1", "tiles"])
+@triton.jit(do_not_specialize=["rows", "width", "sign0", "sign1", "tiles"])
 def find_amax(
-    x_ptr,
-    minus_ptr,
-    amax_ptr,
-    rotated_ptr,
-    other_ptr,
-    other_amax_ptr,
-    sign_ptr,
-    sign0,
-    sign1,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    tiles,
-    count,
-    GR: tl.constexpr,
-    GC: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    x_ptr, minus_ptr, amax_ptr, rotated_ptr, other_ptr, other_amax_ptr, sign_ptr, sign0, sign1,
+    rows, columns, row_stride, column_stride, tiles, count, left_ptr, left_scale_ptr,
+    left_decode_ptr, lengths_ptr, right_ptr, right_scale_ptr, right_decode_ptr, width,
+    GR: tl.constexpr, GC: tl.constexpr, BY_ROW: tl.constexpr, SIZE: tl.constexpr,
+    SIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Write largest magnitudes, as bits, into int32 that are 0.
 
     The one of x - minus goes to `amax_ptr`, of the rotated x to `rotated_ptr`; with BY_ROW there is
-    one for each row. Programs from number `tiles` on read `count` elements at `other_ptr`.
+    one for each row. With a WIDTH `minus` is a low-rank matrix. Programs from number `tiles` on
+    read `count` elements at `other_ptr`.
     """
     if other_ptr is None or tl.program_id(0) < tiles:
         place = place_of_tile(rows, columns, GR, GC)
-        bits, _ = read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride)
+        low = (
+            left_ptr, left_scale_ptr, left_decode_ptr, lengths_ptr,
+            right_ptr, right_scale_ptr, right_decode_ptr, width,
+        )  # fmt: skip
+        strides = (row_stride, column_stride)
+        bits, _ = read(x_ptr, minus_ptr, low, place, rows, columns, strides, LANES, WIDTH)
         if amax_ptr is not None:
             _keep(bits, amax_ptr, place[2], rows, BY_ROW)
         if rotated_ptr is not None:
@@ -103,6 +93,7 @@ def outer_of(
     given: Tensor | None = None,
     scratch: Scratch | None = None,
     groups: Groups | None = None,
+    low: Low | None = None,
 ) -> Outer:
     """Find the largest magnitudes of x - minus that outer scales are made of.
 
@@ -113,12 +104,13 @@ def outer_of(
         given: the largest magnitude, where it is known.
         scratch: of the call, which remembers magnitudes of whole tensors.
         groups: that are rotated before.
+        low: minus, of low rank.
     """
     shape = x.shape[:-1].numel() if by_row else ()
     decode = torch.empty(shape, dtype=torch.float32, device=x.device)
     if given is not None:
         return Outer(given.view(torch.int32), decode)
-    measured, remembers = Measured(x, groups, dim), minus is None and not by_row
+    measured, remembers = Measured(x, groups, dim), minus is low is None and not by_row
     if by_row:
         amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
     else:
@@ -128,16 +120,21 @@ def outer_of(
         amax = zero_of(scratch, x.device)
     pointers = {"amax_ptr" if groups is None else "rotated_ptr": amax}
     turned = measured
-    if scratch is not None and remembers:
-        scratch.keep(measured, amax)
-        turned = _find_beside(measured, scratch, pointers)
-    _launch(turned, pointers, by_row, minus)
+    if scratch is not None and not by_row:
+        if remembers:
+            scratch.keep(measured, amax)
+        turned = _find_beside(measured, scratch, pointers, remembers)
+    _launch(turned, pointers, by_row, minus, low)
     per_row = blocks_in(x.shape[-1])
     return Outer(amax, decode, amax.numel() * per_row, per_row)
 
 
-def _find_beside(measured: Measured, scratch: Scratch, pointers: dict[str, Tensor]) -> Measured:
+def _find_beside(
+    measured: Measured, scratch: Scratch, pointers: dict[str, Tensor], whole: bool
+) -> Measured:
     """Add what is expected and fits into the launch: of the same tensor, and of another one.
+
+    Nothing of the same tensor where the launch does not read it `whole`, but less another one.
 
     Returns:
         The same tensor, with the rotation that the launch makes.
@@ -146,7 +143,8 @@ def _find_beside(measured: Measured, scratch: Scratch, pointers: dict[str, Tenso
     for each in scratch.expected():
         same, plain = each.is_of(measured.x), each.groups is None
         slot = "other_amax_ptr" if not same else "amax_ptr" if plain else "rotated_ptr"
-        fits = slot not in pointers and (same or (plain and _is_dense(each.x)))
+        fits = whole if same else plain and _is_dense(each.x)
+        fits = fits and slot not in pointers
         zero = scratch.zero() if fits else None
         if zero is None:
             continue
@@ -164,11 +162,17 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _launch(
-    turned: Measured, pointers: dict[str, Tensor], by_row: bool, minus: Tensor | None
+    turned: Measured,
+    pointers: dict[str, Tensor],
+    by_row: bool,
+    minus: Tensor | None,
+    low: Low | None,
 ) -> None:
     x, groups, dim, _ = turned
     lanes = dim % x.dim() == x.dim() - 1
     rows = readable(x.reshape(-1, x.shape[-1])) if by_row else None
+    if low is not None:
+        rows = readable(x)
     matrix = matrix_of(x, lanes or groups is None, groups) if rows is None else rows
     other = pointers.get("other_ptr")
     given: dict[str, Any] = {name: pointers.get(name) for name in _POINTERS}
@@ -179,6 +183,7 @@ def _launch(
             matrix,
             groups,
             more=0 if other is None else other.numel(),
+            low=low,
             minus_ptr=minus,
             BY_ROW=by_row,
             LANES=lanes,

@@ -9,7 +9,7 @@ This module imports triton, so it is imported where it is used only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,16 +19,17 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.kernels.layout import readable
 from metis_hf.numerics.kernels.scratch import Measured, zero_of
-from metis_hf.numerics.kernels.triton_direct import launch
+from metis_hf.numerics.kernels.triton_direct import cdiv, launch, padded_block
 from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
-_TILE = 4096  # elements of a program that looks for the largest one, or scales
+_TILE = 4096  # elements of a program that looks for the largest one
 _COUNT = 32  # rows of a sample that a program multiplies at once
 _COLUMNS = 32  # of a tile
 _DEPTH = 32  # columns of an inverse factor that a program holds
 _PARTS = 32  # of a Gram matrix, at most
 _OPTIONS = {"enable_fp_fusion": False}
+_TINY = torch.finfo(torch.float32).tiny
 _LANES = tl.constexpr(noise._LANES)
 # Three products on tensor cores, nearly as good as one in fp32; AMD's compiler has no such choice.
 _PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
@@ -56,43 +57,39 @@ def find_largest(x_ptr, largest_ptr, count, TILE: tl.constexpr):
     tl.atomic_max(largest_ptr, tl.max(bits & MAGNITUDE), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count"])
-def scale(x_ptr, largest_ptr, out_ptr, count, TINY: tl.constexpr, TILE: tl.constexpr):
-    """Write the finite numbers over the largest magnitude."""
+@triton.jit
+def _scaled(x, largest_ptr, TINY: tl.constexpr):
+    """Return the finite numbers over the largest magnitude, and 0 for others."""
     unit = tl.maximum(tl.load(largest_ptr).to(tl.float32, bitcast=True), TINY)
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    bits = finite_bits(bits_of(tl.load(x_ptr + at, mask=at < count, other=0.0)))
-    value = bits.to(tl.float32, bitcast=True)
-    tl.store(out_ptr + at, tl.math.div_rn(value, unit + tl.zeros_like(value)), mask=at < count)
+    value = finite_bits(bits_of(x)).to(tl.float32, bitcast=True)
+    return tl.math.div_rn(value, unit + tl.zeros_like(value))
 
 
-def _in_range(sample: Tensor, key: noise.Key) -> Tensor:
-    """Return a matrix in fp32, its largest entry 1, and 0 where it is not finite."""
-    measured = Measured(sample, finite=True)
-    largest = None if key.scratch is None else key.scratch.amax(measured)
-    sample = readable(sample).contiguous()
-    count = sample.numel()
-    grid = (triton.cdiv(count, _TILE),)
-    out = torch.empty(sample.shape, dtype=torch.float32, device=sample.device)
-    sizes = {"count": count, "TILE": _TILE}
+def _largest_of(sample: Tensor, key: noise.Key) -> Tensor:
+    """Return the largest finite magnitude of a contiguous matrix, as bits."""
+    measured, count = Measured(sample, finite=True), sample.numel()
+    known = None if key.scratch is None else key.scratch.amax(measured)
+    if known is not None:
+        return known
+    largest = zero_of(key.scratch, sample.device)
     with torch.cuda.device_of(sample):
-        if largest is None:
-            largest = zero_of(key.scratch, sample.device)
-            launch(find_largest, grid, _OPTIONS, x_ptr=sample, largest_ptr=largest, **sizes)
-        tiny = torch.finfo(torch.float32).tiny
-        given = {"x_ptr": sample, "largest_ptr": largest, "out_ptr": out}
-        launch(scale, grid, _OPTIONS, **given, TINY=tiny, **sizes)
-    return out
+        grid = (cdiv(count, _TILE),)
+        given = {"x_ptr": sample, "largest_ptr": largest, "count": count}
+        launch(find_largest, grid, _OPTIONS, **given, TILE=_TILE)
+    return largest
 
 
 @triton.jit(do_not_specialize=["word0", "word1", "count", "width"])
 def multiply(
-    left_ptr, sample_ptr, out_ptr, squares_ptr, data_ptr, word0, word1, count, columns, width,
+    left_ptr, sample_ptr, largest_ptr, scaled_ptr, out_ptr, squares_ptr, data_ptr, word0, word1,
+    count, columns, width,
     WIDTH: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    TINY: tl.constexpr,
 ):  # fmt: skip
     """Write left [width count] @ sample [count columns], and each row's sum of squares in a tile.
 
-    Without `left` it is noise of the key, transposed, less a half.
+    Without `left` it is noise of the key, transposed, less a half, and the sample is made finite,
+    its largest magnitude 1, and written first.
     """
     row = tl.arange(0, WIDTH)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -106,9 +103,13 @@ def multiply(
             left = tl.where(inside, left, 0.0)
         else:
             left = tl.load(left_ptr + row * count + other[None, :], mask=inside, other=0.0)
+            left = left.to(tl.float32)
         inside = (other[:, None] < count) & (column < columns)
         at = other[:, None].to(tl.int64) * columns + column
         sample = tl.load(sample_ptr + at, mask=inside, other=0.0)
+        if left_ptr is None:
+            sample = _scaled(sample, largest_ptr, TINY)
+            tl.store(scaled_ptr + at, sample, mask=inside)
         total = tl.dot(left, sample, total, input_precision=PRECISION)
     inside = row < width
     at = row.to(tl.int64) * columns + column
@@ -141,15 +142,17 @@ def _invert_factor(left, width, SHIFT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "stretches"])
 def turn(
-    y_ptr, squares_ptr, basis_ptr, before_ptr, out_ptr, grams_ptr, counter_ptr, inverse_ptr,
-    columns, width, stretches, TRACE: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr,
+    y_ptr, squares_ptr, basis_ptr, before_ptr, out_ptr, amax_ptr, grams_ptr, counter_ptr,
+    inverse_ptr, columns, width, stretches,
+    TRACE: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write before [width width] @ y [width columns], and the inverse factor of its Gram matrix.
 
     Without `before` write rows of y over their lengths, plus a trace of the rows of `basis`, or of
     the identity. The lengths are the roots of sums over `stretches` of squares. Without `grams`,
-    where parts of the Gram matrix go, no factor is made.
+    where parts of the Gram matrix go, no factor is made. The largest magnitude goes, as bits, into
+    the int32 at `amax_ptr`.
 
     A product with the inverse, unlike a solve row after row, carries errors of nearly dependent
     rows over to others: hence fp64, in which they are none.
@@ -185,7 +188,10 @@ def turn(
                 at_k = k[:, None].to(tl.int64) * columns + column
                 y = tl.load(y_ptr + at_k, mask=known, other=0.0).to(tl.float64)
                 turned = tl.dot(before, y, turned, out_dtype=tl.float64)
-        tl.store(out_ptr + at, turned.to(out_ptr.dtype.element_ty), mask=inside)
+        rows = turned.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, rows, mask=inside)
+        if amax_ptr is not None:
+            tl.atomic_max(amax_ptr, tl.max(bits_of(rows) & MAGNITUDE), sem="relaxed")
         if grams_ptr is not None:
             gram = tl.dot(turned, tl.trans(turned), gram, out_dtype=tl.float64)
     if grams_ptr is not None:
@@ -206,11 +212,16 @@ def turn(
 
 
 def _multiply(
-    left: Tensor | None, sample: Tensor, width: int, key: noise.Key
+    left: Tensor | None,
+    sample: Tensor,
+    width: int,
+    key: noise.Key,
+    largest: Tensor | None = None,
+    scaled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return left [w n] @ sample [n c], and sums of squares [.. w] of the rows' parts."""
     count, columns = sample.shape
-    tiles = triton.cdiv(columns, _COLUMNS)
+    tiles = cdiv(columns, _COLUMNS)
     out = torch.empty(width, columns, dtype=torch.float32, device=sample.device)
     squares = torch.empty(tiles, width, dtype=torch.float32, device=sample.device)
     word0, word1 = noise.static_words(key)
@@ -221,6 +232,8 @@ def _multiply(
             _OPTIONS,
             left_ptr=left,
             sample_ptr=sample,
+            largest_ptr=largest,
+            scaled_ptr=scaled,
             out_ptr=out,
             squares_ptr=squares,
             data_ptr=key.data,
@@ -229,16 +242,13 @@ def _multiply(
             count=count,
             columns=columns,
             width=width,
-            WIDTH=_padded(width),
+            WIDTH=padded_block(width),
             COUNT=_COUNT,
             COLUMNS=_COLUMNS,
             PRECISION=_PRECISION,
+            TINY=_TINY,
         )
     return out, squares
-
-
-def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
 
 
 def _turn(
@@ -249,11 +259,12 @@ def _turn(
     squares: Tensor | None = None,
     basis: Tensor | None = None,
     before: Tensor | None = None,
+    amax: Tensor | None = None,
     counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch `turn` of y [w c]; with a counter, an int32 that is 0, for an inverse factor too."""
     width, columns = y.shape
-    programs, padded = triton.cdiv(columns, _COLUMNS), _padded(width)
+    programs, padded = cdiv(columns, _COLUMNS), padded_block(width)
     out = torch.empty(y.shape, dtype=dtype, device=y.device)
     grams = inverse = None
     if counter is not None:
@@ -265,12 +276,13 @@ def _turn(
         launch(
             turn,
             (programs,),
-            options | _OPTIONS,
+            options | {"enable_fp_fusion": True},
             y_ptr=y,
             squares_ptr=squares,
             basis_ptr=basis,
             before_ptr=before,
             out_ptr=out,
+            amax_ptr=amax,
             grams_ptr=grams,
             counter_ptr=counter,
             inverse_ptr=inverse,
@@ -294,6 +306,7 @@ def next_basis(
     limits: Limits,
     squares: Tensor | None = None,
     counter: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """See `orthogonal.next_basis`; fp32. `squares` [.. w] are sums of squares of rows, in parts."""
     y = y.contiguous()
@@ -304,20 +317,31 @@ def next_basis(
     y, before = _turn(y, torch.float32, limits, **first, counter=counter)
     for _ in range(1, passes):
         y, before = _turn(y, torch.float64, limits, before=before, counter=counter)
-    return _turn(y, torch.float32, limits, before=before)[0]
+    return _turn(y, torch.float32, limits, before=before, amax=amax)[0]
 
 
 def dominant_basis(
     sample: Tensor, rank: int, n_iter: int, key: noise.Key, start: Tensor | None, limits: Limits
 ) -> Tensor:
-    """See `spectral.dominant_basis`; `start` and the result are [k c], fp32."""
-    sample = _in_range(sample.detach(), key)
-    counter = zero_of(key.scratch, sample.device)
+    """See `spectral.dominant_basis`; `start` and the result are [k c], fp32.
+
+    The scratch memory of the call keeps the largest magnitude of the result.
+    """
+    sample = readable(sample.detach()).contiguous()
+    scaled = torch.empty(sample.shape, dtype=torch.float32, device=sample.device)
+    largest = _largest_of(sample, key)
+    counter, amax = (zero_of(key.scratch, sample.device) for _ in range(2))
     basis = start
-    if basis is None:
-        y, squares = _multiply(None, sample, rank, key)
-        basis = next_basis(y, None, 1 if n_iter else 2, limits, squares, counter)
-    for left in reversed(range(n_iter)):
-        y, squares = _multiply(basis @ sample.T, sample, rank, key)  # [k c] @ [c n] -> [k n]
-        basis = next_basis(y, basis, 1 if left else 2, limits, squares, counter)
+    if basis is not None:
+        _multiply(None, sample, 1, key, largest, scaled)  # which scales, too
+    for left in reversed(range(n_iter + (start is None))):
+        if basis is None:
+            y, squares = _multiply(None, sample, rank, key, largest, scaled)
+        else:
+            y, squares = _multiply(basis @ scaled.T, scaled, rank, key)  # [k c] @ [c n] -> [k n]
+        last: dict[str, Any] = {"amax": None if left else amax, "passes": 1 if left else 2}
+        basis = next_basis(y, basis, limits=limits, squares=squares, counter=counter, **last)
+    assert basis is not None
+    if key.scratch is not None:
+        key.scratch.keep(Measured(basis), amax)
     return basis

@@ -73,6 +73,16 @@ def launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **argume
         _compiled[key] = compiled
 
 
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def padded_block(width: int) -> int:
+    """Return the least power of two that a block of so many rows fits into, 16 at least."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
 def _kind(parameter: Any) -> int:
     if parameter.is_constexpr:
         return _CONSTANT

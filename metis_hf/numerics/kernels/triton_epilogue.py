@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metis_hf.numerics.kernels.triton_direct import launch
-from metis_hf.numerics.kernels.triton_numbers import bits_of, cast
+from metis_hf.numerics.kernels.scratch import Measured, Scratch, zero_of
+from metis_hf.numerics.kernels.triton_direct import cdiv, launch
+from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of, cast
 
 _TILE = 4096  # elements of a program
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
@@ -26,16 +27,9 @@ def _fp32(x):
 
 @triton.jit
 def finish(
-    out_ptr,
-    first_ptr,
-    second_ptr,
-    bias_ptr,
-    count,
-    columns,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    out_ptr, first_ptr, second_ptr, bias_ptr, count, columns,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Multiply `count` elements, in rows of `columns`, by scales and add a bias; in place.
 
     FIRST and SECOND say what a scale is one of: "rows", "columns" or the "matrix".
@@ -60,17 +54,9 @@ def finish(
 
 @triton.jit
 def subtract(
-    x_ptr,
-    values_ptr,
-    scale_ptr,
-    out_ptr,
-    count,
-    columns,
-    row_stride,
-    column_stride,
-    SCALE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, values_ptr, scale_ptr, out_ptr, count, columns, row_stride, column_stride,
+    SCALE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write x - values * scale for `count` elements, in rows of `columns`."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < count
@@ -81,6 +67,17 @@ def subtract(
     place = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
     error = _fp32(tl.load(x_ptr + place, mask=inside, other=0.0)) - value
     tl.store(out_ptr + at, cast(error, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_columns(x_ptr, lengths_ptr, out_ptr, amax_ptr, count, columns, TILE: tl.constexpr):
+    """Write x times the lengths of its columns, and the largest magnitude, as bits."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    value = _fp32(tl.load(x_ptr + at, mask=inside, other=0.0))
+    value = value * tl.load(lengths_ptr + at % columns, mask=inside, other=0.0)
+    tl.store(out_ptr + at, value, mask=inside)
+    tl.atomic_max(amax_ptr, tl.max(bits_of(value) & MAGNITUDE), sem="relaxed")
 
 
 @triton.jit
@@ -101,7 +98,7 @@ def finish_product(out: Tensor, scales: Sequence[Tensor], bias: Tensor | None) -
     with torch.cuda.device_of(out):
         launch(
             finish,
-            (triton.cdiv(count, _TILE),),
+            (cdiv(count, _TILE),),
             _OPTIONS,
             out_ptr=out,
             first_ptr=None if first is None else first.contiguous(),
@@ -122,7 +119,7 @@ def rounding_error(x: Tensor, values: Tensor, scale: Tensor | None, dtype: torch
     with torch.cuda.device_of(out):
         launch(
             subtract,
-            (triton.cdiv(count, _TILE),),
+            (cdiv(count, _TILE),),
             _OPTIONS,
             x_ptr=x,
             values_ptr=values,
@@ -133,6 +130,28 @@ def rounding_error(x: Tensor, values: Tensor, scale: Tensor | None, dtype: torch
             row_stride=x.stride(0),
             column_stride=x.stride(1),
             SCALE=_kind(scale),
+            TILE=_TILE,
+        )
+    return out
+
+
+def multiply_columns(x: Tensor, lengths: Tensor, scratch: Scratch | None) -> Tensor:
+    """See `epilogue.multiply_columns`; x is a contiguous matrix, not empty."""
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    amax = zero_of(scratch, x.device)
+    if scratch is not None:
+        scratch.keep(Measured(out), amax)
+    with torch.cuda.device_of(out):
+        launch(
+            scale_columns,
+            (cdiv(out.numel(), _TILE),),
+            _OPTIONS,
+            x_ptr=x,
+            lengths_ptr=lengths.contiguous(),
+            out_ptr=out,
+            amax_ptr=amax,
+            count=out.numel(),
+            columns=out.shape[1],
             TILE=_TILE,
         )
     return out

@@ -19,12 +19,8 @@ import triton
 import triton.language as tl
 
 from metis_hf.numerics.kernels.triton_numbers import (
-    DROPPED,
-    E4M3_NAN,
-    E4M3_OFFSET,
     LARGEST_FP32,
     MAGNITUDE,
-    SCALE_SPACING,
     block_scales_of,
     cast,
     codes_of,
@@ -33,7 +29,13 @@ from metis_hf.numerics.kernels.triton_numbers import (
     outer_scale,
 )
 from metis_hf.numerics.kernels.triton_rotation import rotate, rotated
-from metis_hf.numerics.kernels.triton_tiles import inside_of, place_of_tile, read
+from metis_hf.numerics.kernels.triton_tiles import (
+    inside_of,
+    low_rank_of,
+    packed_values,
+    place_of_tile,
+    read,
+)
 
 
 @triton.jit
@@ -94,7 +96,7 @@ def _store_codes(
 def _store_packed(
     code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write codes and scales as `layout.Packed` has them; rows of row blocks are 2^n blocks each.
+    """Write codes and scales as `layout.Packed` has them; rows of row blocks are 1 or 2n blocks.
 
     The other element of a byte lies in the next row block, or half a block further down.
     """
@@ -104,19 +106,23 @@ def _store_packed(
     bits = e2m1_bits(code)
     half = tl.arange(0, 8)[None, :, None, None]
     if LANES and not ROWS:
-        across = columns // 16
+        across = tl.cdiv(columns, 16)
         block = row.to(tl.int64) * across + column_block
         low = bits << ((block.to(tl.int32) % 2) * 4)
         if GC == 1:
             packed = tl.sum(tl.reshape(low, (GR, 8, 2, GC, 16)), 2)
             byte = (row_block * 8 + half).to(tl.int64) * 16 + column
-            inside = (row_block * 16 + half * 2 < rows) & (column < columns)
+            inside = (row_block * 16 + half * 2 < rows) & (column < 16)
+            rows += rows % 2  # a block of zeros after an odd number
         else:
             packed = tl.sum(tl.reshape(low, (GR, 16, GC // 2, 2, 16)), 3)
-            pair = row.to(tl.int64) * (across // 2) + tl.arange(0, GC // 2)[None, None, :, None]
+            first = (tl.program_id(0) % tl.cdiv(across, GC)) * (GC // 2)
+            pair = first + tl.arange(0, GC // 2)[None, None, :, None]
+            inside = (row < rows) & (pair < across // 2)
+            pair = row.to(tl.int64) * (across // 2) + pair
             byte = pair * 16 + tl.arange(0, 16)[None, None, None, :]
-            inside = row < rows
-        tl.store(scale_ptr + block, e4m3_bits(scale).to(tl.uint8), mask=row < rows)
+        whole = (row < rows) & (column_block < across)
+        tl.store(scale_ptr + block, e4m3_bits(scale).to(tl.uint8), mask=whole)
     else:
         packed = tl.sum(tl.reshape(bits << (((row % 16) // 8) * 4), (GR, 2, 8, GC, 16)), 1)
         byte = (row_block * 8 + half).to(tl.int64) * columns + column
@@ -145,19 +151,9 @@ def _finish(values, minus, plus_ptr, inside, at, SAME: tl.constexpr):
 
 @triton.jit
 def _write(
-    values,
-    minus,
-    plus_ptr,
-    out_ptr,
-    place,
-    rows,
-    columns,
-    signs,
-    SIZE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    LANES: tl.constexpr,
-    SAME: tl.constexpr,
-):
+    values, minus, plus_ptr, out_ptr, place, rows, columns, signs,
+    SIZE: tl.constexpr, SIGNED: tl.constexpr, LANES: tl.constexpr, SAME: tl.constexpr,
+):  # fmt: skip
     """Write a tile's values, of groups rotated back: these reach to the end of the last blocks."""
     if SIZE:
         values = rotate(values, place, signs, SIZE, SIGNED, LANES, True)
@@ -168,56 +164,37 @@ def _write(
     tl.store(out_ptr + at, cast(values, out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "word0", "word1", "sign0", "sign1", "blocks", "per_row"])
+@triton.jit(
+    do_not_specialize=["rows", "width", "word0", "word1", "sign0", "sign1", "blocks", "per_row"]
+)
 def quantize(
-    x_ptr,
-    minus_ptr,
-    plus_ptr,
-    amax_ptr,
-    decode_ptr,
-    out_ptr,
-    codes_ptr,
-    scale_ptr,
-    data_ptr,
-    word0,
-    word1,
-    sign_ptr,
-    sign0,
-    sign1,
-    blocks,
-    per_row,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    GR: tl.constexpr,
-    GC: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    UP: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    SCALED: tl.constexpr,
-    SAME: tl.constexpr,
-    PACKED: tl.constexpr,
-    RULE: tl.constexpr,
-    TO_CODE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIGNED: tl.constexpr,
-):
+    x_ptr, minus_ptr, plus_ptr, amax_ptr, decode_ptr, out_ptr, codes_ptr, scale_ptr, data_ptr,
+    word0, word1, sign_ptr, sign0, sign1, blocks, per_row, rows, columns, row_stride, column_stride,
+    left_ptr, left_scale_ptr, left_decode_ptr, lengths_ptr, right_ptr, right_scale_ptr,
+    right_decode_ptr, width,
+    GR: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    TWO_LEVEL: tl.constexpr, UP: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr,
+    SAME: tl.constexpr, PACKED: tl.constexpr, RULE: tl.constexpr, TO_CODE: tl.constexpr,
+    LARGEST: tl.constexpr, BY_ROW: tl.constexpr, SIZE: tl.constexpr, SIGNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """Return plus + Q(x - minus) of a matrix, in blocks along LANES, ROWS or both.
 
     Values go to `out_ptr`, codes to `codes_ptr` and scales to `scale_ptr`, where there are such: as
     `Packed` has them with PACKED, else as files do. With SAME `minus` is what is added too. RULE is
     "", "search", "four-over-six" or "eden"; TO_CODE is 1 / the code that amax gets, LARGEST that
     code times the scale of the tensor's largest block. With BY_ROW rows have a scale each instead
-    of the tensor: rows of `per_row` blocks, of a tensor with so many `blocks`.
+    of the tensor: rows of `per_row` blocks, of a tensor with so many `blocks`. With a WIDTH both
+    `minus` and what is added are a low-rank matrix, of rank `width`; see `layout.Low`.
     """
     place = place_of_tile(rows, columns, GR, GC)
     row_block, column_block, row, column = place
-    bits, minus = read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride)
+    low = (
+        left_ptr, left_scale_ptr, left_decode_ptr, lengths_ptr,
+        right_ptr, right_scale_ptr, right_decode_ptr, width,
+    )  # fmt: skip
+    strides = (row_stride, column_stride)
+    bits, minus = read(x_ptr, minus_ptr, low, place, rows, columns, strides, LANES, WIDTH)
     signs = (sign_ptr, sign0, sign1)
     if SIZE:
         bits = rotated(bits, place, signs, SIZE, SIGNED, LANES)
@@ -257,60 +234,38 @@ def quantize(
         )
 
 
-@triton.jit(do_not_specialize=["rows", "sign0", "sign1", "blocks", "per_row"])
+@triton.jit(do_not_specialize=["rows", "width", "sign0", "sign1", "blocks", "per_row"])
 def unpack(
-    codes_ptr,
-    scale_ptr,
-    decode_ptr,
-    plus_ptr,
-    out_ptr,
-    sign_ptr,
-    sign0,
-    sign1,
-    blocks,
-    per_row,
-    rows,
-    columns,
-    GR: tl.constexpr,
-    GC: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIGNED: tl.constexpr,
-):
+    codes_ptr, scale_ptr, decode_ptr, plus_ptr, out_ptr, sign_ptr, sign0, sign1, blocks, per_row,
+    rows, columns, left_ptr, left_scale_ptr, left_decode_ptr, lengths_ptr, right_ptr,
+    right_scale_ptr, right_decode_ptr, width,
+    GR: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    BY_ROW: tl.constexpr, SIZE: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Return plus + the values of a matrix that `quantize` packed, times the scale at `decode_ptr`.
 
-    Rows of row blocks are 2^n blocks each. `blocks`, `per_row` and BY_ROW are as in `quantize`.
+    `blocks`, `per_row`, BY_ROW and WIDTH are as in `quantize`.
     """
     place = place_of_tile(rows, columns, GR, GC)
-    row_block, column_block, row, column = place
+    _, column_block, row, column = place
     inside, _ = inside_of(place, rows, columns)
-    if LANES and not ROWS:
-        block = row * tl.cdiv(columns, 16) + column_block
-        byte, shift = (block // 2).to(tl.int64) * 16 + column % 16, (block % 2) * 4
-        scale_at = block.to(tl.int64) + 0 * column
-    else:
-        byte = (row_block * 8 + row % 8).to(tl.int64) * columns + column
-        shift = ((row % 16) // 8) * 4
-        if LANES:
-            scale_at = row_block.to(tl.int64) * tl.cdiv(columns, 16) + column_block + 0 * column
-        else:
-            scale_at = row_block.to(tl.int64) * columns + column
-    code = (tl.load(codes_ptr + byte, mask=inside, other=0).to(tl.int32) >> shift) & 15
-    size = (code & 7).to(tl.float32)
-    value = tl.where(size < 4.0, size * 0.5, tl.where(size < 6.0, size - 2.0, size * 2.0 - 8.0))
-    value = (value.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
-    # Without the sign, which NaN may have.
-    bits = tl.load(scale_ptr + scale_at, mask=inside, other=0).to(tl.int32) & E4M3_NAN
-    normal = ((bits + E4M3_OFFSET) << DROPPED).to(tl.float32, bitcast=True)
-    scale = tl.where(bits >= 8, normal, bits.to(tl.float32) * SCALE_SPACING)
-    values = value * tl.where(bits == E4M3_NAN, float("nan"), scale)
+    values = packed_values(codes_ptr, scale_ptr, row, column, columns, inside, LANES, ROWS)
     if decode_ptr is not None:
         if BY_ROW:
+            block = row * tl.cdiv(columns, 16) + column_block
             decode = tl.load(decode_ptr + block // per_row, mask=block < blocks, other=0.0)
         else:
             decode = tl.load(decode_ptr)
         values = values * decode
     signs = (sign_ptr, sign0, sign1)
-    _write(values, 0.0, plus_ptr, out_ptr, place, rows, columns, signs, SIZE, SIGNED, LANES, False)
+    added = 0.0
+    if WIDTH:
+        low = (
+            left_ptr, left_scale_ptr, left_decode_ptr, lengths_ptr,
+            right_ptr, right_scale_ptr, right_decode_ptr, width,
+        )  # fmt: skip
+        added = low_rank_of(low, rows, columns, GR, GC, LANES, WIDTH)
+    _write(
+        values, added, plus_ptr, out_ptr, place, rows, columns, signs, SIZE, SIGNED, LANES,
+        WIDTH > 0,
+    )  # fmt: skip

@@ -22,6 +22,7 @@ from metis_hf.numerics.kernels import triton_kernels, triton_numbers
 from metis_hf.numerics.kernels.formulation import BLOCK
 from metis_hf.numerics.kernels.layout import (
     Groups,
+    Low,
     Packed,
     form_of,
     in_row_blocks,
@@ -86,6 +87,7 @@ def fake_quantize(
     plus: Tensor | None = None,
     amax: Tensor | None = None,
     groups: Groups | None = None,
+    low: Low | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """See `kernels.fake_quantize`, with groups `rotation.fake_quantize`; `quantizer` is NVFP4.
 
@@ -93,19 +95,21 @@ def fake_quantize(
         x: not empty, with `layout.has_form`; strides are free.
         quantizer, dim, key, dtype, scaled, amax: as there.
         minus, plus: fp32; one tensor for both is read once.
+        low: minus and plus, of low rank; see `low_rank`.
     """
-    same = minus is not None and minus is plus
+    same = low is not None or (minus is not None and minus is plus)
     # One variant fewer where it makes no difference.
     scaled = scaled or not quantizer.two_level
     choices = _choices(quantizer, x, dim)._replace(scaled=scaled, same=same)
     choices = choices._replace(by_row=amax is None and quantizer.has_row_scales(x, dim))
     minus, plus = (None if t is None else t.contiguous() for t in (minus, plus))
-    matrix = matrix_of(x, not choices.rows, groups)
+    matrix = readable(x) if low else matrix_of(x, not choices.rows, groups)
     shape = x.shape if groups is None else _padded(x.shape, dim)
     values = torch.empty(shape, dtype=dtype, device=x.device)
-    outer = _outer_of(x, dim, choices, key, minus=minus, given=amax, groups=groups)
+    outer = _outer_of(x, dim, choices, key, minus=minus, given=amax, groups=groups, low=low)
     plus = None if same else plus
-    _write(matrix, choices, key, outer, values, minus=minus, plus=plus, groups=groups)
+    written: dict[str, Any] = {"minus": minus, "plus": plus, "groups": groups, "low": low}
+    _write(matrix, choices, key, outer, values, **written)
     apart = None if scaled else outer.decode
     if apart is not None and choices.by_row:
         apart = apart.view(*x.shape[:-1], 1)
@@ -160,13 +164,15 @@ def pack_with_values(
     *,
     dim: int,
     key: noise.Key | int | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     scaled: bool,
     amax: Tensor | None = None,
-) -> tuple[Packed, Tensor]:
-    """See `kernels.pack_with_values`."""
-    packed, values = _pack(x, quantizer, dtype, scaled, dim=dim, key=key, amax=amax)
-    assert values is not None
+    low: Low | None = None,
+) -> tuple[Packed, Tensor | None]:
+    """See `kernels.pack_with_values`, with `low` `low_rank.pack`."""
+    packed, values = _pack(x, quantizer, dtype, scaled, dim=dim, key=key, amax=amax, low=low)
+    if values is None or values.shape == x.shape:
+        return packed, values
     rows, columns = x.shape
     form, _ = packed_form(*packed[:2], (rows, columns), quantizer.tile, dim)
     return packed, _without_padding(values, form.padded, form.shape)
@@ -183,24 +189,33 @@ def _pack(
     minus: Tensor | None = None,
     amax: Tensor | None = None,
     groups: Groups | None = None,
+    low: Low | None = None,
 ) -> tuple[Packed, Tensor | None]:
     """Return packed codes, and values in `dtype`, in the form that they are written in."""
     tile = quantizer.tile
     by_row = amax is None and quantizer.has_row_scales(x, dim)
     choices = _choices(quantizer, x, dim)._replace(packed=True, by_row=by_row, scaled=scaled)
+    choices = choices._replace(same=low is not None)
     x = readable(x)
-    matrix, lower = (None if t is None else _work_form(t, tile, dim, groups) for t in (x, minus))
-    assert matrix is not None
-    rows, columns = matrix.shape if groups is None or choices.lanes else _padded(x.shape, dim)
+    whole_minus = None if minus is None else minus.contiguous()
+    # Rows of less than a block are made whole by the kernel.
+    if low is None and (groups is not None or x.shape[1] >= BLOCK or choices.rows):
+        matrix = _work_form(x, tile, dim, groups)
+        lower = None if minus is None else _work_form(minus, tile, dim, groups)
+    else:
+        matrix, lower = x, whole_minus
+    whole = choices.lanes or (groups is None and low is None)
+    rows, columns = matrix.shape if whole else _padded(x.shape, dim)
+    # Rows of row blocks end with whole blocks, and in all there is an even number of them.
+    count = rows * columns if choices.rows else -(-rows * blocks_in(columns) // 2) * 2 * BLOCK
     run = BLOCK // 2 * columns if choices.rows else BLOCK
-    codes = torch.empty(rows * columns // (2 * run), run, dtype=torch.uint8, device=x.device)
+    codes = torch.empty(count // (2 * run), run, dtype=torch.uint8, device=x.device)
     square = choices.lanes and choices.rows
-    scale = codes.new_empty(rows * columns // (BLOCK * BLOCK if square else BLOCK))
-    whole = None if minus is None else minus.contiguous()
-    outer = _outer_of(x, dim, choices, key, minus=whole, given=amax, groups=groups)
+    scale = codes.new_empty(count // (BLOCK * BLOCK if square else BLOCK))
+    outer = _outer_of(x, dim, choices, key, minus=whole_minus, given=amax, groups=groups, low=low)
     values = None if dtype is None else torch.empty(matrix.shape, dtype=dtype, device=x.device)
     written = {"codes": codes, "scale": scale, "minus": lower}
-    _write(matrix, choices, key, outer, values, **written, groups=groups)
+    _write(matrix, choices, key, outer, values, **written, groups=groups, low=low)
     decode = outer.decode.view(-1, 1) if outer.decode is not None and by_row else outer.decode
     return Packed(codes, scale.view(SCALE_E4M3.dtype), decode), values
 
@@ -215,14 +230,15 @@ def unpack(
     scaled: bool,
     plus: Tensor | None = None,
     groups: Groups | None = None,
+    low: Low | None = None,
 ) -> Tensor:
-    """See `kernels.unpack`, with groups `rotation.unpack`."""
+    """See `kernels.unpack`, with groups `rotation.unpack`, with `low` `low_rank.unpack`."""
     tile, codes = quantizer.tile, packed.codes
     padded = torch.Size(shape)
     if groups is None:
         padded = packed_form(codes, packed.scale, shape, tile, dim)[0].padded
     along_rows = in_row_blocks(tile, dim)
-    columns = (groups.size if groups else BLOCK) if along_rows else padded[1]
+    columns = (groups.size if groups else BLOCK) if along_rows and not low else padded[1]
     values = torch.empty(2 * codes.numel() // columns, columns, dtype=dtype, device=codes.device)
     added = None if plus is None else _work_form(plus, tile, dim)
     decode, per_row = packed.global_scale if scaled else None, blocks_in(shape[1])
@@ -232,6 +248,7 @@ def unpack(
             _TILE_BLOCKS,
             values,
             groups,
+            low=low,
             first={"codes_ptr": codes, "scale_ptr": packed.scale.view(torch.uint8)},
             decode_ptr=decode,
             plus_ptr=added,
@@ -309,6 +326,7 @@ def _write(
     minus: Tensor | None = None,
     plus: Tensor | None = None,
     groups: Groups | None = None,
+    low: Low | None = None,
 ) -> None:
     """Write values, codes with block scales, or all of them; and outer scales."""
     data, words = None, (0, 0)
@@ -323,6 +341,7 @@ def _write(
             _TILE_BLOCKS,
             matrix,
             groups,
+            low=low,
             minus_ptr=minus,
             plus_ptr=plus,
             amax_ptr=outer.amax,

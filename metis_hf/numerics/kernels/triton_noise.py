@@ -15,7 +15,7 @@ from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics.kernels.scratch import FINGERPRINTS, WORDS, Scratch
-from metis_hf.numerics.kernels.triton_direct import launch
+from metis_hf.numerics.kernels.triton_direct import cdiv, launch
 from metis_hf.numerics.kernels.triton_numbers import bits_of, hash_bits
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
@@ -57,15 +57,9 @@ def hash_samples(x_ptr, out_ptr, count, SAMPLES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["x_count", "other_count", "added"])
 def hash_both(
-    x_ptr,
-    other_ptr,
-    out_ptr,
-    x_count,
-    other_count,
-    added,
-    SAMPLES: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+    x_ptr, other_ptr, out_ptr, x_count, other_count, added,
+    SAMPLES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """Write the words that `fingerprints` has of two tensors, and zeros behind them."""
     other = _hash_of(other_ptr, other_count, SAMPLES)
     first = tl.add(_hash_of(x_ptr, x_count, SAMPLES), added, sanitize_overflow=False)
@@ -85,7 +79,7 @@ def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
     with torch.cuda.device_of(out):
         launch(
             draw,
-            (triton.cdiv(count, _TILE),),
+            (cdiv(count, _TILE),),
             {"enable_fp_fusion": False},
             out_ptr=out,
             data_ptr=key.data,

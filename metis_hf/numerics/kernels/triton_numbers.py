@@ -101,6 +101,28 @@ def cast(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def add_product(total, a, b, LEFT: tl.constexpr):
+    """Return total + a @ b, one in bf16, and the LEFT one or the other a sum of three such numbers.
+
+    Tensor cores multiply them exactly, and add up in fp32.
+    """
+    rest = a if LEFT else b
+    for _ in tl.static_range(3):
+        part = cast(rest, tl.bfloat16)
+        rounded = bits_of(part).to(tl.float32, bitcast=True)
+        if INTERPRETED and LEFT:  # its products take numbers in bf16 for integers
+            total = tl.dot(rounded, bits_of(b).to(tl.float32, bitcast=True), total)
+        elif INTERPRETED:
+            total = tl.dot(bits_of(a).to(tl.float32, bitcast=True), rounded, total)
+        elif LEFT:
+            total = tl.dot(part, b, total)
+        else:
+            total = tl.dot(a, part, total)
+        rest = rest - rounded
+    return total
+
+
+@triton.jit
 def _round_e4m3(value, UP: tl.constexpr):
     """Compute `block_scales._round_e4m3`."""
     bits = value.to(tl.int32, bitcast=True)
@@ -212,14 +234,9 @@ def _corrected(magnitude, scale, inverse, index, source, LANES: tl.constexpr, RO
 
 @triton.jit
 def _better(
-    best,
-    factor,
-    block,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    UP: tl.constexpr,
-):
+    best, factor, block,
+    LANES: tl.constexpr, ROWS: tl.constexpr, TWO_LEVEL: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
     """Return (scale, inverse, error), or the same for the scale base * factor if it is better."""
     base, to_base, decode, magnitude, wanted = block
     scale, inverse = _scale(base * factor, decode, TWO_LEVEL, UP)
@@ -246,18 +263,10 @@ def _better(
 
 @triton.jit
 def block_scales_of(
-    bits,
-    amax,
-    outer,
-    index,
-    source,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    UP: tl.constexpr,
-    RULE: tl.constexpr,
-    TO_CODE: tl.constexpr,
-):
+    bits, amax, outer, index, source,
+    LANES: tl.constexpr, ROWS: tl.constexpr, TWO_LEVEL: tl.constexpr, UP: tl.constexpr,
+    RULE: tl.constexpr, TO_CODE: tl.constexpr,
+):  # fmt: skip
     """Return (block scales, what elements are multiplied by).
 
     With the RULE "eden" scales are corrected with the noise of `source`, of the blocks `index`;

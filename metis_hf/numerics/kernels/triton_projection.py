@@ -1,7 +1,7 @@
 """The projection of a tall matrix on a thin basis, for CUDA devices; see `transforms.products`.
 
-Operation by operation it is twenty launches around one GEMM. Here one launch makes the GEMM's right
-side, and two turn its result into unit columns and their lengths.
+Operation by operation it is twenty launches around one GEMM. Here one launch multiplies, and one
+makes unit columns and their lengths of what it wrote.
 
 This module imports triton, so it is imported where it is used only.
 """
@@ -13,54 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metis_hf.numerics.kernels.triton_direct import launch
-from metis_hf.numerics.kernels.triton_numbers import bits_of, cast
+from metis_hf.numerics.kernels.scratch import Measured, Scratch, zero_of
+from metis_hf.numerics.kernels.triton_direct import cdiv, launch, padded_block
+from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, add_product
 
-_TILE = 1024  # elements of a program that splits
-_ROWS = 128  # of a program that adds up
-_COLUMNS = 16
+_ROWS = 64  # of a program
+_COLUMNS = 16  # of a program that divides
+_BLOCKS = 128  # of rows, whose lengths a program adds up at once
 _OPTIONS = {"enable_fp_fusion": False}
-
-
-@triton.jit(do_not_specialize=["width"])
-def split(
-    v_ptr, out_ptr, columns, width, rows, row_stride, column_stride,
-    PARTS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Write PARTS matrices [rows columns] in bf16, whose sum is the transpose of v [columns k]."""
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    row, column = at // columns, at % columns
-    place = column.to(tl.int64) * row_stride + row.to(tl.int64) * column_stride
-    rest = tl.load(v_ptr + place, mask=row < width, other=0.0)
-    for part in tl.static_range(PARTS):
-        rounded = cast(rest, tl.bfloat16)
-        tl.store(out_ptr + part * rows * columns + at, rounded, mask=row < rows)
-        rest = rest - bits_of(rounded).to(tl.float32, bitcast=True)
-
-
-def bf16_parts(v: Tensor, parts: int, rows: int) -> Tensor:
-    """Split v [c k] in fp32 into matrices in bf16 whose sum is its transpose: [parts rows c].
-
-    Rows from k on are zero.
-    """
-    columns, width = v.shape
-    out = torch.empty(parts, rows, columns, dtype=torch.bfloat16, device=v.device)
-    with torch.cuda.device_of(v):
-        launch(
-            split,
-            (triton.cdiv(rows * columns, _TILE),),
-            _OPTIONS,
-            v_ptr=v,
-            out_ptr=out,
-            columns=columns,
-            width=width,
-            rows=rows,
-            row_stride=v.stride(0),
-            column_stride=v.stride(1),
-            PARTS=parts,
-            TILE=_TILE,
-        )
-    return out
 
 
 @triton.jit
@@ -70,23 +30,29 @@ def _divide(a, b):
 
 
 @triton.jit(do_not_specialize=["count"])
-def add_parts(
-    products_ptr, out_ptr, largest_ptr, squares_ptr, count, width, padded,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def multiply(
+    x_ptr, v_ptr, out_ptr, largest_ptr, squares_ptr, count, columns, width,
+    row_stride, column_stride, v_row_stride, v_column_stride,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Add up PARTS products, and write each column's largest magnitude and its sum of squares.
+    """Write x [count columns] @ v [columns width], and each column's largest magnitude and squares.
 
-    These are of the program's rows; the squares are in units of that magnitude's, so that they do
-    not leave fp32.
+    x is in bf16, and v the sum of three matrices in bf16: tensor cores multiply, and add up in
+    fp32. Magnitudes and sums of squares are of the program's rows; the sums are in units of the
+    magnitude's square, so that they do not leave fp32.
     """
     block = tl.program_id(0)
     row = block * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = tl.arange(0, WIDTH)[None, :]
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for begin in range(0, columns, DEPTH):
+        k = begin + tl.arange(0, DEPTH)
+        at = row.to(tl.int64) * row_stride + k[None, :].to(tl.int64) * column_stride
+        x = tl.load(x_ptr + at, mask=(row < count) & (k[None, :] < columns), other=0.0)
+        at = k[:, None].to(tl.int64) * v_row_stride + column.to(tl.int64) * v_column_stride
+        v = tl.load(v_ptr + at, mask=(k[:, None] < columns) & (column < width), other=0.0)
+        total = add_product(total, x, v, False)
     inside = (row < count) & (column < width)
-    at = row.to(tl.int64) * (PARTS * padded) + column
-    total = tl.load(products_ptr + at, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(products_ptr + at + part * padded, mask=inside, other=0.0)
     tl.store(out_ptr + row.to(tl.int64) * width + column, total, mask=inside)
     largest = tl.max(tl.abs(total), 0, keep_dims=True)
     scaled = _divide(total, tl.where(largest == 0, 1.0, largest))
@@ -98,10 +64,13 @@ def add_parts(
 
 @triton.jit(do_not_specialize=["count", "blocks"])
 def to_unit_columns(
-    out_ptr, largest_ptr, squares_ptr, lengths_ptr, count, width, blocks,
+    out_ptr, largest_ptr, squares_ptr, lengths_ptr, amax_ptr, count, width, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Divide each column by its length, in place, and write the lengths."""
+    """Divide each column by its length, in place, and write the lengths and the largest magnitude.
+
+    That one goes, as bits, into the int32 at `amax_ptr`.
+    """
     block = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     largest = tl.zeros((1, COLUMNS), tl.float32)
@@ -127,47 +96,58 @@ def to_unit_columns(
     at = row.to(tl.int64) * width + column
     value = _divide(tl.load(out_ptr + at, mask=inside, other=0.0), unit)
     # At least 1 where there is an entry; a NaN stays.
-    tl.store(out_ptr + at, _divide(value, tl.where(length < 1.0, 1.0, length)), mask=inside)
+    value = _divide(value, tl.where(length < 1.0, 1.0, length))
+    tl.store(out_ptr + at, value, mask=inside)
+    bits = value.to(tl.int32, bitcast=True) & MAGNITUDE
+    tl.atomic_max(amax_ptr, tl.max(tl.where(inside, bits, 0)), sem="relaxed")
 
 
-def unit_columns(products: Tensor, parts: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of products [t parts*k'], without padding, as unit columns and lengths.
+def project(x: Tensor, v: Tensor, scratch: Scratch | None) -> tuple[Tensor, Tensor]:
+    """Return x [t c], bf16, in the basis v [c k], fp32: unit columns [t k] and lengths [k].
 
-    Sums are in a fixed order: equal products give equal bits.
-
-    Returns:
-        [t k] and [k], fp32.
+    Sums are in a fixed order: equal matrices give equal bits. The scratch memory of the call keeps
+    the largest magnitude of the columns.
     """
-    count, padded = products.shape[0], products.shape[1] // parts
-    blocks = triton.cdiv(count, _ROWS)
-    out = torch.empty(count, width, dtype=torch.float32, device=products.device)
-    lengths = torch.empty(width, dtype=torch.float32, device=products.device)
-    largest, squares = torch.empty(2, blocks, width, dtype=torch.float32, device=products.device)
-    grid = (blocks, triton.cdiv(width, _COLUMNS))
-    sizes = {"count": count, "width": width, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    with torch.cuda.device_of(products):
+    (count, columns), width = x.shape, v.shape[1]
+    blocks, padded = cdiv(count, _ROWS), padded_block(width)
+    out = torch.empty(count, width, dtype=torch.float32, device=x.device)
+    lengths = torch.empty(width, dtype=torch.float32, device=x.device)
+    largest, squares = torch.empty(2, blocks, width, dtype=torch.float32, device=x.device)
+    amax = zero_of(scratch, x.device)
+    if scratch is not None:
+        scratch.keep(Measured(out), amax)
+    known = {"out_ptr": out, "largest_ptr": largest, "squares_ptr": squares}
+    with torch.cuda.device_of(x):
         launch(
-            add_parts,
-            grid,
+            multiply,
+            (blocks,),
             _OPTIONS,
-            products_ptr=products,
-            out_ptr=out,
-            largest_ptr=largest,
-            squares_ptr=squares,
-            padded=padded,
-            PARTS=parts,
-            **sizes,
+            x_ptr=x,
+            v_ptr=v,
+            **known,
+            count=count,
+            columns=columns,
+            width=width,
+            row_stride=x.stride(0),
+            column_stride=x.stride(1),
+            v_row_stride=v.stride(0),
+            v_column_stride=v.stride(1),
+            ROWS=_ROWS,
+            WIDTH=padded,
+            DEPTH=64 if padded <= 64 else 32,
         )
         launch(
             to_unit_columns,
-            grid,
+            (blocks, cdiv(width, _COLUMNS)),
             _OPTIONS,
-            out_ptr=out,
-            largest_ptr=largest,
-            squares_ptr=squares,
+            **known,
             lengths_ptr=lengths,
+            amax_ptr=amax,
+            count=count,
+            width=width,
             blocks=blocks,
-            BLOCKS=_ROWS,
-            **sizes,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+            BLOCKS=_BLOCKS,
         )
     return out, lengths

@@ -17,7 +17,7 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.kernels.scratch import Measured, zero_of
 from metis_hf.numerics.kernels.triton_basis import finite_bits
-from metis_hf.numerics.kernels.triton_direct import launch
+from metis_hf.numerics.kernels.triton_direct import cdiv, launch
 from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of, cast
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
@@ -28,24 +28,10 @@ _LANES = tl.constexpr(noise._LANES)
 
 @triton.jit(do_not_specialize=["shift0", "shift1", "sign0", "sign1", "rows", "sums", "stretches"])
 def add_rows(
-    x_ptr,
-    mask_ptr,
-    out_ptr,
-    largest_ptr,
-    data_ptr,
-    shift0,
-    shift1,
-    sign0,
-    sign1,
-    rows,
-    columns,
-    sums,
-    stretches,
-    row_stride,
-    column_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x_ptr, mask_ptr, out_ptr, largest_ptr, data_ptr, shift0, shift1, sign0, sign1, rows, columns,
+    sums, stretches, row_stride, column_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Write one sum: a row of each stretch of `sums` rows, plus or minus.
 
     The largest finite magnitude of all goes, as bits, into the int32 at `largest_ptr`.
@@ -72,7 +58,8 @@ def add_rows(
     rounded = cast(sum_, out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, rounded, mask=column < columns)
     largest = tl.max(finite_bits(bits_of(rounded)) & MAGNITUDE)  # zeros outside
-    tl.atomic_max(largest_ptr, largest, sem="relaxed")
+    # Most of the many programs have nothing to write.
+    tl.atomic_max(largest_ptr, largest, mask=largest > tl.load(largest_ptr), sem="relaxed")
 
 
 def sum_rows(
@@ -100,7 +87,7 @@ def sum_rows(
     with torch.cuda.device_of(x):
         launch(
             add_rows,
-            (sums, triton.cdiv(columns, _COLUMNS)),
+            (sums, cdiv(columns, _COLUMNS)),
             {"enable_fp_fusion": False},
             x_ptr=x,
             mask_ptr=None if mask is None else mask.view(torch.uint8),

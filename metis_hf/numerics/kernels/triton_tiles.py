@@ -8,19 +8,37 @@ This module imports triton, so it is imported where it is used only.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics.kernels.formulation import BLOCK
-from metis_hf.numerics.kernels.layout import Groups, form_of, readable
-from metis_hf.numerics.kernels.triton_direct import launch
-from metis_hf.numerics.kernels.triton_numbers import bits_of
+from metis_hf.numerics.kernels.layout import Groups, Low, form_of, readable
+from metis_hf.numerics.kernels.triton_direct import launch, padded_block
+from metis_hf.numerics.kernels.triton_numbers import (
+    DROPPED,
+    E4M3_NAN,
+    E4M3_OFFSET,
+    SCALE_SPACING,
+    add_product,
+    bits_of,
+    cast,
+)
 from metis_hf.numerics.layout import Tile
 
 _ROTATED_TILE_BLOCKS = 8  # squares of a tile whose groups are rotated, if they are no higher
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# Of tiles with a low-rank part: 4 x 4 squares, so that each factor is read for 64 rows or columns.
+_LOW_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+_LOW_SIDE = 4
+
+
+_NAMES = "left_ptr", "left_scale_ptr", "left_decode_ptr", "right_ptr", "right_scale_ptr"
+_NO_LOW = dict.fromkeys((*_NAMES, "right_decode_ptr", "lengths_ptr")) | {"width": 0, "WIDTH": 0}
 
 
 @triton.jit
@@ -43,15 +61,83 @@ def inside_of(place, rows, columns):
 
 
 @triton.jit
-def read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride):
-    """Load a tile's (bits of x - minus in fp32, minus or 0.0); x is zero outside the matrix."""
+def packed_values(
+    codes_ptr, scale_ptr, row, column, columns, inside, LANES: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return code times block scale of entries of a matrix that is packed as `layout.Packed`."""
+    row_block, column_block = row // 16, column // 16
+    if LANES and not ROWS:
+        block = row * tl.cdiv(columns, 16) + column_block
+        byte, shift = (block // 2).to(tl.int64) * 16 + column % 16, (block % 2) * 4
+        scale_at = block.to(tl.int64) + 0 * column
+    else:
+        byte = (row_block * 8 + row % 8).to(tl.int64) * columns + column
+        shift = ((row % 16) // 8) * 4
+        if LANES:
+            scale_at = row_block.to(tl.int64) * tl.cdiv(columns, 16) + column_block + 0 * column
+        else:
+            scale_at = row_block.to(tl.int64) * columns + column
+    code = (tl.load(codes_ptr + byte, mask=inside, other=0).to(tl.int32) >> shift) & 15
+    size = (code & 7).to(tl.float32)
+    value = tl.where(size < 4.0, size * 0.5, tl.where(size < 6.0, size - 2.0, size * 2.0 - 8.0))
+    value = (value.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    # Without the sign, which NaN may have.
+    bits = tl.load(scale_ptr + scale_at, mask=inside, other=0).to(tl.int32) & E4M3_NAN
+    normal = ((bits + E4M3_OFFSET) << DROPPED).to(tl.float32, bitcast=True)
+    scale = tl.where(bits >= 8, normal, bits.to(tl.float32) * SCALE_SPACING)
+    return value * tl.where(bits == E4M3_NAN, float("nan"), scale)
+
+
+@triton.jit
+def low_rank_of(
+    low, rows, columns, GR: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return this program's tile of (left * lengths) @ right, both packed; see `layout.Low`.
+
+    The right one is exact in bf16, and the left one times the lengths the sum of three numbers in
+    bf16: tensor cores multiply them, and add up in fp32.
+    """
+    codes, scales, decode, lengths_ptr, right_codes, right_scales, right_decode, width = low
+    across = tl.cdiv(columns, 16 * GC)
+    tile = tl.program_id(0)
+    row = (tile // across) * (16 * GR) + tl.arange(0, 16 * GR)[:, None]
+    column = (tile % across) * (16 * GC) + tl.arange(0, 16 * GC)[None, :]
+    k = tl.arange(0, WIDTH)
+    inside = (row < rows) & (k[None, :] < width)
+    left = packed_values(codes, scales, row, k[None, :], width, inside, LANES, not LANES)
+    lengths = tl.load(lengths_ptr + k[None, :], mask=k[None, :] < width, other=0.0)
+    if decode is not None:
+        lengths = lengths * (tl.load(decode) * tl.load(right_decode))
+    left = left * lengths
+    inside = (k[:, None] < width) & (column < columns)
+    right = packed_values(
+        right_codes, right_scales, k[:, None], column, columns, inside, LANES, not LANES
+    )
+    right = cast(right, tl.bfloat16)
+    total = tl.zeros((16 * GR, 16 * GC), tl.float32)
+    total = add_product(total, left, right, True)
+    return tl.reshape(total, (GR, 16, GC, 16))
+
+
+@triton.jit
+def read(
+    x_ptr, minus_ptr, low, place, rows, columns, strides, LANES: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Load a tile's (bits of x - minus in fp32, minus or 0.0); x is zero outside the matrix.
+
+    With a WIDTH, `minus` is the low-rank matrix `low`.
+    """
     _, _, row, column = place
     inside, at = inside_of(place, rows, columns)
-    offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    offset = row.to(tl.int64) * strides[0] + column.to(tl.int64) * strides[1]
     bits = bits_of(tl.load(x_ptr + offset, mask=inside, other=0.0))
     minus = 0.0
-    if minus_ptr is not None:
+    if WIDTH:
+        minus = low_rank_of(low, rows, columns, row.shape[0], column.shape[2], LANES, WIDTH)
+    elif minus_ptr is not None:
         minus = tl.load(minus_ptr + at, mask=inside, other=0.0)
+    if WIDTH or minus_ptr is not None:
         bits = (bits.to(tl.float32, bitcast=True) - minus).to(tl.int32, bitcast=True)
     return bits, minus
 
@@ -77,6 +163,23 @@ def matrix_of(x: Tensor, along_rows: bool, groups: Groups | None = None) -> Tens
     return x.reshape(-1, x.shape[-1])
 
 
+def _arguments(low: Low) -> dict[str, Any]:
+    """Return a low-rank matrix as a kernel's arguments."""
+    (left, left_scale, left_decode), lengths, (right, right_scale, right_decode) = low
+    width = len(lengths)
+    return {
+        "left_ptr": left,
+        "left_scale_ptr": left_scale.view(torch.uint8),
+        "left_decode_ptr": left_decode,
+        "lengths_ptr": lengths,
+        "right_ptr": right,
+        "right_scale_ptr": right_scale.view(torch.uint8),
+        "right_decode_ptr": right_decode,
+        "width": width,
+        "WIDTH": padded_block(width),
+    }
+
+
 def launch_tiles(
     kernel: triton.JITFunction,
     tile_blocks: int,
@@ -84,6 +187,7 @@ def launch_tiles(
     groups: Groups | None = None,
     first: dict[str, Tensor] | None = None,
     more: int = 0,
+    low: Low | None = None,
     **arguments: object,
 ) -> None:
     """Run a kernel over all tiles of a matrix.
@@ -95,6 +199,7 @@ def launch_tiles(
         groups: that are rotated, along LANES or else along rows; a tile holds whole ones.
         first: arguments in place of the matrix.
         more: elements for which there are more programs, of as many elements as a tile has.
+        low: a low-rank matrix of the matrix's shape, where the kernel takes or adds one.
         arguments: the others.
     """
     rows, columns = matrix.shape
@@ -109,17 +214,20 @@ def launch_tiles(
         first = {"x_ptr": matrix}
         arguments |= {"row_stride": matrix.stride(0), "column_stride": matrix.stride(1)}
     down, across = blocks_in(rows), blocks_in(columns)
-    wide = min(tile_blocks // upright, triton.next_power_of_2(across))
+    wide = min(tile_blocks // upright, 1 << (across - 1).bit_length())
     high = tile_blocks // wide
+    if low is not None:
+        wide = high = _LOW_SIDE
     tiles = -(-down // high) * -(-across // wide)
     if "other_ptr" in arguments:
         arguments |= {"tiles": tiles, "count": more}
-        tiles += -(-more // (tile_blocks * BLOCK * BLOCK))
+        tiles += -(-more // (wide * high * BLOCK * BLOCK))
     launch(
         kernel,
         (tiles,),
-        _OPTIONS,
+        _OPTIONS if low is None else _LOW_OPTIONS,
         **first,
+        **(_NO_LOW if low is None else _arguments(low)),
         sign_ptr=data,
         sign0=words[0],
         sign1=words[1],

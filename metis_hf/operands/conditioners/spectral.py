@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import Packed, pack, unpack
+from metis_hf.numerics.kernels import Packed, low_rank, pack, pack_with_values, unpack
+from metis_hf.numerics.kernels.layout import Low
 from metis_hf.operands.conditioner import (
     Conditioner,
     Encoded,
@@ -55,6 +57,7 @@ class Spectral(Conditioner):
 
     draws: ClassVar[bool] = True
     uses_row_mask: ClassVar[bool] = True
+    writes_values: ClassVar[bool] = True
 
     def __call__(
         self,
@@ -81,31 +84,54 @@ class Spectral(Conditioner):
         """Return the result of a call and its low-rank part; None for a matrix without entries."""
         if x.numel() == 0:
             return x.to(dtype), None
-        low, dense, exact, _, _ = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
-        x_hat = quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=exact, plus=dense)
-        return x_hat, low
+        a, lam, v, _ = self._find(x, key=key, row_mask=row_mask)
+        options: dict[str, Any] = {"dim": dim, "key": key.fold(3), "dtype": dtype}
+        kernels = self._kernels(quantizer, lam, dim, (x.shape[0], x.shape[1]))
+        if kernels is not None:
+            packed, low = _pack_factors(a, lam, v, quantizer, dim, key, dtype)
+            given = {"scaled": True, "low": packed}
+            return kernels.fake_quantize(x.detach(), quantizer, **given, **options)[0], low
+        low, dense, exact = self._quantize_factors(a, lam, v, quantizer, dim, key)
+        return quantizer(x, minus=exact, plus=dense, **options), low
 
     def parts(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
     ) -> list[Part]:
-        low, _, exact, a, vh = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
+        a, lam, v = self.split(x, key=key, row_mask=row_mask)
+        low, _, exact = self._quantize_factors(a, lam, v, quantizer, dim, key)
         residual = x - exact
         return [
             Part("a", a, low.left),
-            Part("v", vh, low.right),
+            Part("v", v.T, low.right),
             Part("residual", residual, quantizer(residual, dim=dim, key=key.fold(3))),
         ]
 
     def encode(
-        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Encoded:
+        """Do what `Conditioner.encode` says; in the `dtype` of a GEMM kernels write values too."""
         a, lam, v, found = self._find(x, key=key, row_mask=row_mask)
+        shape = (x.shape[0], x.shape[1])
+        kernels = self._kernels(quantizer, lam, dim, shape)
+        if kernels is not None:
+            packed, low = _pack_factors(a, lam, v, quantizer, dim, key, dtype or lam.dtype)
+            given: dict[str, Any] = {"dim": dim, "dtype": dtype, "scaled": True, "low": packed}
+            rest, values = kernels.pack_with_values(x.detach(), quantizer, key=key.fold(3), **given)
+            tensors = (*rest, *packed.left, *packed.right, lam)
+            return Encoded(tensors, low, found=found, values=values)
         factors = (
             *pack(a, quantizer, dim=dim, key=key.fold(1)),
             *pack(v.T, quantizer, dim=dim, key=key.fold(2)),
             lam,
         )
-        low = self._low(factors, quantizer, dim=dim, shape=(x.shape[0], x.shape[1]))
+        low = self._low(factors, quantizer, dim=dim, shape=shape)
         dense = low.dense()
         exact = dense if self.compensated else (a * lam) @ v.T
         residual = pack(x, quantizer, dim=dim, key=key.fold(3), minus=exact)
@@ -120,7 +146,19 @@ class Spectral(Conditioner):
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        return self.decode_with_factors(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)[0]
+        *_, lam = encoded.tensors
+        options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype}
+        kernels = self._kernels(quantizer, lam, dim, shape) if encoded.dense is None else None
+        if kernels is not None:
+            left, right = encoded.factors
+            options |= {"scaled": True, "low": Low(left, lam, right)}
+            x_hat: Tensor = kernels.unpack(encoded.packed, quantizer, **options)
+            return x_hat
+        dense = encoded.dense
+        if dense is None:
+            low = encoded.low or self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
+            dense = low.dense()
+        return unpack(encoded.packed, quantizer, plus=dense, **options)
 
     def decode_with_factors(
         self,
@@ -132,13 +170,9 @@ class Spectral(Conditioner):
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, LowRank | None]:
         """Return the other half of `with_factors`."""
-        residual, low, dense = encoded.packed, encoded.low, encoded.dense
-        if low is None:
-            low = self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
-        if dense is None:
-            dense = low.dense()
-        options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype, "plus": dense}
-        return unpack(residual, quantizer, **options), low
+        low = encoded.low or self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
+        encoded = encoded._replace(low=low)
+        return self.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype), low
 
     def bind(self, state: Any) -> Spectral:
         if self.reuse is None or not isinstance(state, Subspaces):
@@ -171,18 +205,24 @@ class Spectral(Conditioner):
         vh_hat = unpack(Packed(*packed[3:6]), quantizer, dim=dim, shape=(k, c))
         return LowRank(a_hat.to(lam.dtype), lam, vh_hat.to(lam.dtype))
 
-    def _split(
-        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None
-    ) -> tuple[LowRank, Tensor, Tensor, Tensor, Tensor]:
-        """Return (quantized low-rank part, its product, what x is taken against, a, v^T)."""
-        a, lam, v = self.split(x, key=key, row_mask=row_mask)
+    def _quantize_factors(
+        self, a: Tensor, lam: Tensor, v: Tensor, quantizer: Quantizer, dim: int, key: Key
+    ) -> tuple[LowRank, Tensor, Tensor]:
+        """Return (quantized low-rank part, its product, what x is taken against)."""
         # Row blocks of every part run along the dimension that the GEMM contracts.
         a_hat = quantizer(a, dim=dim, key=key.fold(1)).to(v.dtype)
         vh_hat = quantizer(v.T, dim=dim, key=key.fold(2)).to(v.dtype)
         low = LowRank(a_hat, lam, vh_hat)
         dense = low.dense()
-        exact = dense if self.compensated else (a * lam) @ v.T
-        return low, dense, exact, a, v.T
+        return low, dense, dense if self.compensated else (a * lam) @ v.T
+
+    def _kernels(
+        self, quantizer: Quantizer, lam: Tensor, dim: int, shape: tuple[int, int]
+    ) -> ModuleType | None:
+        """Return the kernels that multiply the packed factors out themselves, if any do."""
+        if not self.compensated or type(quantizer) is not Quantizer:
+            return None
+        return low_rank.backend(lam, quantizer, dim=dim, shape=shape)
 
     def split(
         self, x: Tensor, *, key: Key, row_mask: Tensor | None = None
@@ -204,7 +244,7 @@ class Spectral(Conditioner):
         if kept is None or v is None or kept.refinements:
             v = self._subspace(x, v, key=key, row_mask=row_mask)
             found = None if kept is None else kept.keep(v)
-        a, lam = project(x, v)  # [t k] [k]
+        a, lam = project(x, v, key.scratch)  # [t k] [k]
         return a, lam, v, found
 
     def _subspace(
@@ -223,6 +263,18 @@ class Spectral(Conditioner):
             assert self.kept is not None
             return find_basis(x, start.shape[1], n_iter=self.kept.refinements, start=start, **rows)
         return find_basis(x, rank, n_iter=self.n_iter, **rows)
+
+
+def _pack_factors(
+    a: Tensor, lam: Tensor, v: Tensor, quantizer: Quantizer, dim: int, key: Key, dtype: torch.dtype
+) -> tuple[Low, LowRank]:
+    """Return the packed factors, and their values in the dtype of the GEMM."""
+    options: dict[str, Any] = {"dim": dim, "dtype": dtype, "scaled": True}
+    left, a_hat = pack_with_values(a, quantizer, key=key.fold(1), **options)
+    right, vh_hat = pack_with_values(v.T, quantizer, key=key.fold(2), **options)
+    assert a_hat is not None
+    assert vh_hat is not None
+    return Low(left, lam, right), LowRank(a_hat, lam, vh_hat)
 
 
 def _least(*sizes: int) -> int:

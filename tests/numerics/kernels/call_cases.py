@@ -107,26 +107,29 @@ class CallCases:
                     assert none is None
                     assert_same_bits(values.cpu(), unpack(wanted, quantizer, **read))
 
-    @pytest.mark.parametrize("scheme", ["nvfp4-rne", "nvidia", "quartet2"])
-    def test_a_layer_gives_what_the_reference_gives(self, scheme) -> None:
-        """To the bit without rotations; these are added up in another order."""
+    @pytest.mark.parametrize(
+        ("scheme", "inputs"),
+        [("nvfp4-rne", 48), ("nvidia", 48), ("quartet2", 48), ("metis", 48), ("metis", 96)],
+    )
+    def test_a_layer_gives_what_the_reference_gives(self, scheme, inputs) -> None:
+        """To the bit without rotations and splits; these are added up in another order."""
         found = {}
         for name in ("reference", "triton"):
             torch.manual_seed(0)
-            linear = torch.nn.Linear(48, 32, dtype=torch.bfloat16)
+            linear = torch.nn.Linear(inputs, 32, dtype=torch.bfloat16)
             layer = convert_linear(linear, MetisConfig(scheme=scheme), name="layer").train()
             layer = layer.to(self.device)
-            x = torch.randn(33, 48, generator=seeded(1)).bfloat16().to(self.device)
+            x = torch.randn(33, inputs, generator=seeded(1)).bfloat16().to(self.device)
             dy = torch.randn(33, 32, generator=seeded(2)).bfloat16().to(self.device)
             x.requires_grad_()
             with use_kernels(name):
                 y = layer(x)
                 y.backward(dy)
             found[name] = y.detach(), x.grad, layer.weight.grad
-        rotated = {"nvfp4-rne": 0, "nvidia": 1, "quartet2": 2}[scheme]  # of the results, the last
+        moved = {"nvfp4-rne": 0, "nvidia": 1, "quartet2": 2, "metis": 3}[scheme]  # the last ones
         for place, (actual, wanted) in enumerate(zip(found["triton"], found["reference"])):
             assert (actual - wanted).norm() <= 0.01 * wanted.norm()
-            assert torch.equal(actual, wanted) or place >= 3 - rotated
+            assert torch.equal(actual, wanted) or place >= 3 - moved
 
     def test_contents_that_changed_have_their_own_magnitude(self) -> None:
         x = torch.randn(32, 48, generator=seeded(0)).to(self.device)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels import use_kernels
-from metis_hf.numerics.kernels.epilogue import finish_product, rounding_error
+from metis_hf.numerics.kernels.epilogue import finish_product, multiply_columns, rounding_error
+from metis_hf.numerics.kernels.scratch import WORDS, Measured, Scratch
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 
@@ -93,6 +94,24 @@ class EpilogueCases:
             whole = torch.ones(()) if scale is None else scale.expand(shape)
             wanted = (x.float() - values.float() * whole).to(torch.bfloat16)
             assert_same_bits(found.cpu(), wanted)
+
+    @pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf])
+    def test_columns_times_lengths(self, value) -> None:
+        """In fp32; the largest magnitude is known to the quantizer that takes them."""
+        for shape, dtype in itertools.product(SHAPES, DTYPES):
+            x = torch.randn(shape, generator=seeded(0)).to(dtype)
+            x[0, 0] = value
+            lengths = scale_of("columns", shape, 1)[0]
+            words = torch.zeros(WORDS, dtype=torch.int32).to(self.device)
+            with use_kernels(self.kernels):
+                scratch = Scratch(words)
+                given = x.to(self.device), lengths.to(self.device)
+                found = multiply_columns(*given, scratch)
+                known = scratch.amax(Measured(found))
+            assert_same_bits(found.cpu(), x.float() * lengths)
+            if self.kernels == "triton":
+                assert known is not None
+                assert_same_bits(known.cpu().view(torch.float32), found.cpu().abs().amax())
 
     @pytest.mark.parametrize("form", ["transposed", "batches", "fp64", "empty"])
     def test_operations_take_what_the_kernel_does_not(self, form) -> None:

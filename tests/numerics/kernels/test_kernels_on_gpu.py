@@ -17,6 +17,7 @@ from numerics.kernels.basis_cases import BasisCases
 from numerics.kernels.call_cases import CallCases
 from numerics.kernels.epilogue_cases import EpilogueCases
 from numerics.kernels.kernel_tools import low_rank
+from numerics.kernels.low_rank_cases import LowRankCases
 from numerics.kernels.projection_cases import ProjectionCases
 from numerics.kernels.rotation_cases import RotationCases
 from numerics.kernels.sums_cases import SumsCases
@@ -111,6 +112,11 @@ class TestProjectionOnGpu(ProjectionCases):
 
 @by_triton
 class TestBasesOnGpu(BasisCases):
+    device = "cuda"
+
+
+@by_triton
+class TestLowRankOnGpu(LowRankCases):
     device = "cuda"
 
 
