@@ -1,8 +1,8 @@
-"""Quantizers of what a matrix has beside a low-rank part, low + Q(x - low).
+"""Quantizers of the rest of a matrix beside a low-rank part, low + Q(x - low).
 
 A CUDA device's kernels multiply the packed factors out for each tile, on tensor cores, and neither
 read nor write a matrix of fp32: see `triton_tiles.low_rank_of`. Sums differ in their last bits from
-those of a GEMM; half way and on (`pack_with_values`, `unpack`) are the whole way, to the bit.
+a GEMM's; half way and on (`pack_with_values`, `unpack`) are the whole way, to the bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def backend(
 ) -> ModuleType | None:
     """Return the module of kernels that take a `low`, for [t c] and a part of these lengths.
 
-    None where there is none. Its functions are those of `kernels`.
+    None where there is none. Its functions are named as in `kernels`.
     """
     (rows, columns), rank = shape, len(lengths)
     # Rows of whole pairs of blocks, or whole blocks of columns, in all that is packed.

@@ -1,7 +1,7 @@
 """The projection of a tall matrix on a thin basis, for CUDA devices; see `transforms.products`.
 
 Operation by operation it is twenty launches around one GEMM. Here one launch multiplies, and one
-makes unit columns and their lengths of what it wrote.
+makes unit columns and their lengths of the product.
 
 This module imports triton, so it is imported where it is used only.
 """

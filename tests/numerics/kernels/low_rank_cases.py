@@ -1,4 +1,4 @@
-"""What a matrix has beside a low-rank part, which kernels multiply out for each tile.
+"""The rest of a matrix beside a low-rank part, which kernels multiply out for each tile.
 
 test_kernels_on_gpu.py runs `LowRankCases` on GPUs, and this file in Triton's interpreter.
 """

@@ -123,8 +123,8 @@ def test_compiled_for_gpus(compile_for, capability) -> None:
     assert all("div.rn.f32" in kernel.asm["ptx"] for kernel in write.compiled)
     rows, same, both, *_ = write.compiled
     assert vector_loads(rows) == 4  # 16 fp32 elements of a thread
-    assert vector_loads(same) == 8  # and those of a split, read once
-    assert vector_loads(both) == 10  # 16 bf16 elements, and those of two fp32 tensors
+    assert vector_loads(same) == 8  # and a split's, read once
+    assert vector_loads(both) == 10  # 16 bf16 elements, and two fp32 tensors'
     assert "cvt.rn.bf16x2.f32" in both.asm["ptx"]
 
 
