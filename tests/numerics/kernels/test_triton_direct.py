@@ -62,6 +62,7 @@ def launch(**changes) -> None:
         "x_ptr": torch.zeros(64, 32),
         "mask_ptr": None,
         "out_ptr": torch.zeros(4, 32),
+        "largest_ptr": torch.zeros((), dtype=torch.int32),
         "data_ptr": torch.zeros((), dtype=torch.int32),
         **words,
         "rows": 64,
@@ -84,7 +85,7 @@ def test_the_second_launch_is_direct_and_has_the_arguments_in_order(notes) -> No
     ((grid, values),) = notes.direct
     assert grid == (4, 1, 1)
     assert values[1] is None
-    assert values[4:] == (7, 7, -5, 7, 48, 32, 3, 16, 32, 1, 16, 128)
+    assert values[5:] == (7, 7, -5, 7, 48, 32, 3, 16, 32, 1, 16, 128)
 
 
 @pytest.mark.parametrize(
