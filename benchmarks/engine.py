@@ -1,0 +1,399 @@
+"""Compares vLLM on a CPU with the project's own forward pass, on checkpoints that it exports.
+
+    make engine                                     # tiny models
+    make engine ARGS="--smollm2 DIR --piqa FILE"    # and SmolLM2-135M, a transformers checkpoint
+
+vLLM has an environment of its own, `.engine`, and runs `in_engine.py` there. Its log-probabilities
+of sixteen prompts are compared with the same files computed here in fp32. vLLM computes in BF16,
+so the yardstick is how far BF16 moves our own forward pass. Writes results/engine.json.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from timing import Row, before_start, parse, program_arguments, table, write
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed
+from metis_hf.deploy import export_checkpoint
+
+ENGINE = Path(__file__).resolve().parent.parent / ".engine" / "bin" / "python"
+WRITER = ENGINE.parent.parent / "writer" / "bin" / "python"  # of llm-compressor
+MISSING = "vLLM is not in .engine; run `make engine`, which installs it there"
+# vLLM rounds to BF16 in other places than we do, and as often.
+BOUND = 1.2
+SMOLLM2, LORA_BASE = "SmolLM2-135M", "Llama"
+PROMPTS, LENGTH, NEW = 16, 256, 16  # prompts, their tokens, tokens to generate
+STEPS, ITEMS = 150, 50  # of training; of PIQA
+E4M3 = torch.float8_e4m3fn
+SIZES = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# name -> architecture, what is not as in SIZES, and the choices of MetisConfig
+MODELS: dict[str, tuple[str, Row, Row]] = {
+    "Llama": ("Llama", {}, {}),
+    "Llama, tied": ("Llama", {"tie_word_embeddings": True}, {}),
+    "Qwen2": ("Qwen2", {}, {}),
+    "Qwen3": ("Qwen3", {}, {}),
+    "Gemma": ("Gemma", {"tie_word_embeddings": True}, {}),
+    "Phi-3": ("Phi3", {}, {}),
+    "Qwen3-MoE, experts in BF16": (
+        "Qwen3Moe", EXPERTS, {"modules_to_not_convert": [".*experts.*"]}
+    ),
+    "Qwen3-MoE": ("Qwen3Moe", EXPERTS, {}),
+}  # fmt: skip
+
+
+def prose() -> str:
+    """The Python reference: English that every Python installation has."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def tiny(name: str, rows: Tensor) -> PreTrainedModel:
+    """Train a small model for a few seconds on rows of bytes, so that its losses are not flat."""
+    family, own, _ = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | own)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for batch in rows[: 8 * STEPS].split(8):
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, prompts: Tensor) -> Tensor:
+    """Log-probabilities [p n-1] of the tokens after the first of prompts [p n]."""
+    logits = (model.eval()(input_ids=row[None]).logits[0, :-1].float() for row in prompts)
+    found = [each.log_softmax(-1).gather(1, row[1:, None]) for each, row in zip(logits, prompts)]
+    return torch.stack(found)[..., 0]
+
+
+def beside(found: Tensor, exact: Tensor) -> Row:
+    """Log-probabilities beside others: losses, their difference, and single tokens'."""
+    apart = (exact - found).flatten()
+    return {
+        "loss": -found.mean().item(),
+        "difference": apart.mean().item(),
+        "error": (apart.std() / len(apart) ** 0.5).item(),
+        "rms": apart.square().mean().sqrt().item(),
+        "largest": apart.abs().max().item(),
+    }
+
+
+def holds(found: Row, own: Row) -> bool:
+    """Whether a computation is as near to ours in fp32 as ours in BF16 is, but for chance."""
+    loss = abs(own["difference"]) + 3 * found["error"]
+    return abs(found["difference"]) <= loss and found["rms"] <= BOUND * own["rms"]
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: Tensor, theirs: list[int]) -> Row:
+    """Tokens that agree before the first that does not, and what the model gives up by theirs."""
+    own = model.generate(prompt[None], max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    same = (own[0, len(prompt) :] == torch.tensor(theirs)).long().cumprod(0).sum().item()
+    ids = torch.cat([prompt, torch.tensor(theirs)])[None]
+    given = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    lost = given.amax(-1) - given.gather(1, torch.tensor(theirs)[:, None])[:, 0]
+    return {"same": same, "of": NEW, "most_given_up": lost.max().item()}
+
+
+def ask(request: Row, python: Path = ENGINE) -> Any:
+    """What in_engine.py answers."""
+    done = subprocess.run(
+        [str(python), str(Path(__file__).with_name("in_engine.py"))],
+        input=json.dumps(request, default=str),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+def served(prompts: Tensor, models: list[list[Path | None]], layers: Path | None = None) -> Row:
+    """What vLLM answers for directories, each with an adapter's or none."""
+    return ask({"prompts": prompts.tolist(), "new": NEW, "models": models, "layers": layers})
+
+
+def case(
+    name: str, model: PreTrainedModel, folder: Path, rows: Tensor, prompts: Tensor, **own: Any
+) -> Row:
+    """Export a dense model in W4A4, calibrated on rows [b n], and compare what computes it.
+
+    `own` is for MetisConfig; the folder gets checkpoints "dense", "metis" and "packed".
+    """
+    dense, packed = folder / "dense", folder / "packed"
+    model.bfloat16().save_pretrained(dense)  # everything is compared with values that files hold
+    exact = logprobs(model.float(), prompts)
+    get_metis_model(model, MetisConfig(scheme="w4a4", **own))
+    calibrate(model, rows.split(4))
+    model.save_pretrained(folder / "metis")
+    row: Row = {"model": name, "tokens": exact.numel()}
+    try:
+        export_checkpoint(folder / "metis", packed, format="compressed-tensors")
+    except ValueError as error:
+        return row | {"refused": str(error)}
+    layers = folder / "layers.safetensors"
+    try:
+        answered = served(prompts, [[packed, None], [dense, None]], layers)
+    except RuntimeError as error:
+        return row | {"refused": [line for line in str(error).splitlines() if "Error" in line][-1]}
+    of_packed, of_dense = answered["answers"]
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)
+    ours = load_packed(packed, dtype=torch.float32)
+    quantized = logprobs(ours, prompts)
+    others = {
+        "vllm": torch.tensor(of_packed["logprobs"]),
+        "ours_bf16": logprobs(load_packed(packed), prompts),
+        "inputs_dense": logprobs(
+            load_packed(packed, dtype=torch.float32, activations="high precision"), prompts
+        ),
+    }
+    try:
+        theirs = load(packed)
+        others["compressed_tensors"] = logprobs(theirs, prompts)
+    except RuntimeError:  # transformers 5.23 loads no fused experts beside packed layers
+        theirs = None
+    return row | {
+        "vllm_version": answered["vllm"],
+        "loss": -quantized.mean().item(),
+        "w4a4": {key: beside(found, quantized) for key, found in others.items()},
+        "dense": {
+            "vllm": beside(torch.tensor(of_dense["logprobs"]), exact),
+            "transformers_bf16": beside(logprobs(load(dense), prompts), exact),
+        },
+        "greedy": greedy(ours, prompts[0], of_packed["greedy"]),
+        "layers": layer_errors(packed, theirs, load_file(layers)),
+    }
+
+
+# vLLM's name of layers that it runs as one -> their names in the checkpoint.
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@torch.no_grad()
+def layer_errors(packed: Path, theirs: PreTrainedModel | None, calls: dict[str, Tensor]) -> Row:
+    """Outputs of single layers for the inputs (BF16) that vLLM gave them, beside fp32 arithmetic.
+
+    `theirs` is the model that the compressed-tensors library computes, if it can.
+    """
+    exact = dict(load_packed(packed, dtype=torch.float32).named_modules())
+    ours = dict(load_packed(packed).named_modules())
+    names = [name.removesuffix(".x") for name in calls if name.endswith(".x")]
+    errors: dict[str, list[float]] = defaultdict(list)
+    same, scales = 0, []
+    for name in names:
+        x, y = calls[f"{name}.x"], calls[f"{name}.y"]
+        parent, _, last = name.rpartition(".")
+        parts = [last] if name in exact else JOINED[last]
+        members = [f"{parent}.{part}" for part in parts]
+        expected = torch.cat([exact[member](x.float()) for member in members], -1)
+        found = torch.cat([ours[member](x) for member in members], -1)
+        outputs = {"vllm": y, "ours_bf16": found}
+        if theirs is not None:
+            library = [theirs.get_submodule(member)(x) for member in members]
+            outputs["compressed_tensors"] = torch.cat(library, -1)
+        same += torch.equal(found, y)
+        for key, value in outputs.items():
+            errors[key].append(((value - expected).norm() / expected.norm()).item())
+        # The library divides by 6 in the dtype of the input, and vLLM and we in fp32.
+        amax = x.unflatten(-1, (-1, 16)).abs().amax(-1)
+        encode = exact[members[0]].input_global_scale
+        twice, once = (amax / 6 * encode).to(E4M3), (amax.float() / 6 * encode).to(E4M3)
+        scales.append((twice.float() != once.float()).float().mean().item())
+    found = {key: statistics.median(values) for key, values in errors.items()}
+    moved = statistics.mean(scales)
+    return found | {"count": len(names), "ours_equal_vllm": same, "scales_moved": moved}
+
+
+def adapter_case(folder: Path, rows: Tensor, prompts: Tensor) -> Row:
+    """Train a LoRA adapter over the packed model of a folder, and serve both."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    packed, adapter = folder / "packed", folder / "adapter"
+    torch.manual_seed(0)
+    model = get_peft_model(load_packed(packed), LoraConfig(target_modules="all-linear"))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3)
+    for batch in rows[-176:-PROMPTS].split(8):
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.bfloat16().save_pretrained(adapter)
+    answered = served(prompts, [[packed, adapter]])["answers"][0]
+    exact, ours = (
+        logprobs(PeftModel.from_pretrained(load_packed(packed, dtype=dtype), adapter), prompts)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    alone = logprobs(load_packed(packed, dtype=torch.float32), prompts)
+    theirs = torch.tensor(answered["logprobs"])
+    others = {"vllm": theirs, "ours_bf16": ours, "without": alone}
+    return {
+        "loss": -exact.mean().item(),
+        "w4a4": {key: beside(found, exact) for key, found in others.items()},
+    }
+
+
+def piqa(packed: Path, file: Path) -> Row:
+    """Accuracy on PIQA by lm-eval, through its backend for vLLM and through our own model."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    task = {
+        "task": "piqa_local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"validation": str(file.resolve())}},
+        "validation_split": "validation",
+        "output_type": "multiple_choice",
+        "doc_to_text": "Question: {{goal}}\nAnswer:",
+        "doc_to_target": "label",
+        "doc_to_choice": "{{[sol1, sol2]}}",
+        "metric_list": [{"metric": "acc"}],
+    }
+    theirs = torch.tensor(ask({"evaluate": packed, "task": task, "limit": ITEMS})).argmax(1)
+    right = torch.tensor([json.loads(line)["label"] for line in file.open()][:ITEMS])
+    chosen = {"vllm": theirs}
+    tokenizer = AutoTokenizer.from_pretrained(packed)
+    for name, dtype in (("ours_fp32", torch.float32), ("ours_bf16", torch.bfloat16)):
+        model = HFLM(load_packed(packed, dtype=dtype), tokenizer=tokenizer, batch_size=16)
+        found = lm_eval.simple_evaluate(model=model, tasks=[task], limit=ITEMS, bootstrap_iters=0)
+        samples = sorted(found["samples"]["piqa_local"], key=lambda sample: sample["doc_id"])
+        ours = [[choice[0] for choice in one["filtered_resps"]] for one in samples]
+        chosen[name] = torch.tensor(ours).argmax(1)
+    return {
+        "task": "piqa",
+        "items": ITEMS,
+        "right": {name: (each == right).sum().item() for name, each in chosen.items()},
+        "chosen_as_vllm": {name: (each == theirs).sum().item() for name, each in chosen.items()},
+    }
+
+
+def written(folder: Path, rows: Tensor, prompts: Tensor) -> Row:
+    """Our W4A4 checkpoint of a dense model beside llm-compressor's, both of the same rows."""
+    theirs, ours = folder / "llm-compressor", folder / "amax"
+    asked = {"compress": folder / "dense", "out": theirs, "rows": rows.tolist()}
+    version = ask(asked, WRITER)
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
+    get_metis_model(model, MetisConfig(scheme="w4a4"))
+    calibrate(model, rows.split(4), method="amax")  # as llm-compressor does
+    model.save_pretrained(folder / "metis-amax")
+    export_checkpoint(folder / "metis-amax", ours, format="compressed-tensors")
+    a, b = (load_file(path / "model.safetensors") for path in (ours, theirs))
+    both = sorted(a.keys() & b.keys())
+    equal, ratios = defaultdict(list), defaultdict(list)
+    for key in both:
+        kind = key.rpartition(".")[2]
+        equal[kind].append((a[key].float() == b[key].float()).float().mean().item())
+        if kind.endswith("_global_scale"):
+            ratios[kind].append((a[key] / b[key]).item())
+    configs = (json.loads((p / "config.json").read_text()) for p in (ours, theirs))
+    losses = (-logprobs(load_packed(p, dtype=torch.float32), prompts) for p in (ours, theirs))
+    return version | {
+        "tensors": len(both),
+        "other_keys": sorted(a.keys() ^ b.keys()),
+        "other_types": [k for k in both if (a[k].dtype, a[k].shape) != (b[k].dtype, b[k].shape)],
+        "other_config": other(*(config["quantization_config"] for config in configs)),
+        "equal": {kind: statistics.mean(values) for kind, values in equal.items()},
+        "ours_over_theirs": {kind: [min(each), max(each)] for kind, each in ratios.items()},
+        "loss": dict(zip(("ours", "llm_compressor"), (each.mean().item() for each in losses))),
+    }
+
+
+def other(ours: Any, theirs: Any, where: str = "") -> Row:
+    """Entries of two configs that differ, by path."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        keys = sorted(ours.keys() | theirs.keys())
+        found = (other(ours.get(k), theirs.get(k), f"{where}.{k}".lstrip(".")) for k in keys)
+        return {path: pair for each in found for path, pair in each.items()}
+    return {} if ours == theirs else {where: [ours, theirs]}
+
+
+def markdown(record: Row) -> str:
+    """The table of the record."""
+    cells = []
+    for row in record["rows"]:
+        if "refused" in row:
+            cells.append([row["model"], "not run", *[""] * 7])
+            continue
+        found, own = row["w4a4"]["vllm"], row["w4a4"]["ours_bf16"]
+        library, greedy = row["w4a4"].get("compressed_tensors"), row["greedy"]
+        cells.append(
+            [
+                row["model"],
+                f"{row['loss']:.3f}",
+                f"{found['difference']:+.4f} ± {found['error']:.4f}",
+                f"{library['difference']:+.4f} ± {library['error']:.4f}" if library else "",
+                *(f"{each['rms']:.3f}" if each else "" for each in (found, own, library)),
+                f"{greedy['same']} of {greedy['of']}",
+                "yes" if holds(found, own) else "no",
+            ]
+        )
+    columns = ["W4A4 of", "loss, ours in fp32", "vLLM", "compressed-tensors"]
+    columns += [f"a token: {name}" for name in ("vLLM", "ours in BF16", "compressed-tensors")]
+    return table([*columns, "greedy tokens", "within the bound"], cells)
+
+
+def main() -> None:
+    parser = program_arguments(__doc__)
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M as a transformers checkpoint")
+    parser.add_argument("--piqa", type=Path, help="JSON lines of PIQA to evaluate SmolLM2 on")
+    args = parse(parser)
+    if not (ENGINE.exists() and WRITER.exists()):
+        sys.exit(MISSING)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    record: Row = {"machine": before_start(), "rows": []}
+    ids = torch.tensor(list(prose().encode("utf-8")))
+    rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+    prompts = rows[-PROMPTS:]
+    with tempfile.TemporaryDirectory() as work:
+        for name, (_, _, own) in MODELS.items():
+            if args.quick and name != LORA_BASE:
+                continue
+            folder = Path(work) / name
+            row = case(name, tiny(name, rows), folder, rows[:32], prompts, **own)
+            record["rows"].append(row)
+            if name == LORA_BASE:
+                record["adapter"] = adapter_case(folder, rows, prompts)
+            write(args.out, "engine", record)
+        of_base = Path(work) / LORA_BASE, rows[:32], prompts
+        if args.smollm2 is not None:
+            tokenizer = AutoTokenizer.from_pretrained(args.smollm2)
+            ids = torch.tensor(tokenizer(prose()[-200_000:])["input_ids"])
+            rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+            model = AutoModelForCausalLM.from_pretrained(args.smollm2, dtype=torch.float32)
+            folder = Path(work) / SMOLLM2
+            record["rows"].append(case(SMOLLM2, model, folder, rows[:4], rows[-PROMPTS:]))
+            write(args.out, "engine", record)
+            if args.piqa is not None:
+                tokenizer.save_pretrained(folder / "packed")
+                record["lm-eval"] = piqa(folder / "packed", args.piqa)
+                write(args.out, "engine", record)
+        record["llm-compressor"] = written(*of_base)
+    print(markdown(record))
+    write(args.out, "engine", record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The comparison with vLLM: its record, its bound, and its end where vLLM is not installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import engine
+import pytest
+import report
+import torch
+from paths import ROOT
+
+BENCHMARKS = Path(engine.__file__).parent
+RECORD = json.loads((BENCHMARKS / "results/engine.json").read_text())
+RAN = [row for row in RECORD["rows"] if "refused" not in row]
+
+
+def test_every_case_is_in_the_record():
+    assert [row["model"] for row in RECORD["rows"]] == [*engine.MODELS, engine.SMOLLM2]
+    assert {row["model"] for row in RECORD["rows"] if "refused" in row} <= {"Qwen3-MoE"}
+
+
+@pytest.mark.parametrize("row", RAN, ids=lambda row: row["model"])
+def test_vllm_is_within_the_bound_and_an_engine_that_leaves_inputs_alone_is_not(row):
+    found = row["w4a4"]
+    assert engine.holds(found["vllm"], found["ours_bf16"])
+    assert not engine.holds(found["inputs_dense"], found["ours_bf16"])
+    assert engine.holds(row["dense"]["vllm"], row["dense"]["transformers_bf16"])
+    # vLLM's greedy token can only win where its errors outweigh what our model prefers.
+    assert row["greedy"]["most_given_up"] <= 2 * found["vllm"]["largest"]
+
+
+def test_an_adapter_is_served_and_counts():
+    found = RECORD["adapter"]["w4a4"]
+    assert engine.holds(found["vllm"], found["ours_bf16"])
+    assert not engine.holds(found["without"], found["ours_bf16"])
+
+
+def test_llm_compressor_writes_the_same_tensors():
+    """Its config has the names of its observers too; its scales of weights use all of E4M3."""
+    found = RECORD["llm-compressor"]
+    assert found["tensors"] > 0
+    assert not found["other_keys"]
+    assert not found["other_types"]
+    notes = ("observer", "observer_kwargs", "sparsity_config", "transform_config", "version")
+    assert {path.rpartition(".")[2] for path in found["other_config"]} <= set(notes)
+    low, high = found["ours_over_theirs"]["weight_global_scale"]
+    bf16 = 2**-8  # it divides in BF16
+    assert 4 / 7 * (1 - 2 * bf16) <= low <= high <= 4 / 7 * (1 + 2 * bf16)
+
+
+def test_a_bound_that_nothing_else_passes():
+    exact = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)) - 5
+    noise = torch.randn(2, 4, 100, generator=torch.Generator().manual_seed(1)) / 100
+    own, other = (engine.beside(exact + each, exact) for each in noise)
+    assert engine.holds(other, own)
+    assert not engine.holds(engine.beside(exact + noise[1] - 0.01, exact), own)  # a larger loss
+    assert not engine.holds(engine.beside(exact + 2 * noise[1], exact), own)  # other tokens
+    shifted = engine.beside(exact - 0.25, exact)
+    assert shifted["difference"] == pytest.approx(0.25)
+    assert shifted["loss"] == pytest.approx(0.25 - exact.mean().item())
+
+
+def test_the_table_has_every_case_and_says_what_was_refused():
+    lines = engine.markdown(RECORD).splitlines()[2:]
+    for row, line in zip(RECORD["rows"], lines, strict=True):
+        assert line.startswith(f"| {row['model']} |")
+        assert ("not run" in line) == ("refused" in row)
+    assert engine.markdown(RECORD) == report.tables()["engine"]
+
+
+def test_one_line_says_what_to_do_where_vllm_is_not(monkeypatch, capsys):
+    monkeypatch.setattr(engine, "ENGINE", Path("not/there"))
+    monkeypatch.setattr(sys, "argv", ["engine.py"])
+    with pytest.raises(SystemExit, match=r"run `make engine`, which installs it there$"):
+        engine.main()
+
+
+def test_what_runs_in_the_other_environment_imports_nothing_of_this_one(tmp_path):
+    """Without arguments it waits for its request: an empty one is an error of the request."""
+    script = BENCHMARKS / "in_engine.py"
+    program = f"import runpy; runpy.run_path({str(script)!r}); import sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert not {"metis_hf", "torch", "vllm"} & set(done.stdout.split())
+
+
+def test_make_engine_runs_the_script_in_the_project_s_environment(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "ran $*"\n')
+    python.chmod(0o755)
+    ready = [tmp_path / ".installed", tmp_path / "engine/.installed"]
+    ready[1].parent.mkdir()
+    command = ["make", "-s", "-C", ROOT, "engine", f"VENV={tmp_path}", f"BIN={tmp_path}"]
+    command += [f"ENGINE={tmp_path / 'engine'}", "ARGS=--quick"]
+    for file in ready:
+        file.touch()
+        command += ["-o", file]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "ran benchmarks/engine.py --quick\n"
