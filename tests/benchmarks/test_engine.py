@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,25 @@ def test_the_table_has_every_case_and_says_what_was_refused():
         assert line.startswith(f"| {row['model']} |")
         assert ("not run" in line) == ("refused" in row)
     assert engine.markdown(RECORD) == report.tables()["engine"]
+
+
+def test_numbers_of_the_docs_are_the_record_s():
+    page = re.sub(r"\s+", " ", (ROOT / "docs/formats.md").read_text())
+    big = RAN[-1]
+    layers = big["layers"]
+    computed = [big["w4a4"][name] for name in ("vllm", "compressed_tensors", "ours_bf16")]
+    apart = [each["rms"] for each in computed]
+    for said in (
+        f"{min(apart):.2f} to {max(apart):.2f} nats a token",
+        f"differ by {max(apart) / 350**0.5:.2f}".replace(" 0.", " ."),
+        f"Over {big['tokens']:,} tokens all three losses are within "
+        f"{max(abs(each['difference']) for each in computed):.3f} of it",
+        f"moves {100 * layers['scales_moved']:.1f} % of the block scales",
+        f"{100 * layers['compressed_tensors']:.1f} % from exact arithmetic",
+        f"vLLM's and ours by {100 * layers['vllm']:.2f} %",
+        f"{layers['ours_equal_vllm']} of {layers['count']} layers",
+    ):
+        assert said in page, said
 
 
 def test_one_line_says_what_to_do_where_vllm_is_not(monkeypatch, capsys):
