@@ -271,7 +271,8 @@ def piqa(packed: Path, file: Path) -> Row:
         "doc_to_choice": "{{[sol1, sol2]}}",
         "metric_list": [{"metric": "acc"}],
     }
-    theirs = torch.tensor(ask({"evaluate": packed, "task": task, "limit": ITEMS})).argmax(1)
+    answers = ask({"evaluate": packed, "task": task, "limit": ITEMS})["answers"]
+    theirs = torch.tensor(answers).argmax(1)
     right = torch.tensor([json.loads(line)["label"] for line in file.open()][:ITEMS])
     chosen = {"vllm": theirs}
     tokenizer = AutoTokenizer.from_pretrained(packed)
@@ -292,8 +293,7 @@ def piqa(packed: Path, file: Path) -> Row:
 def written(folder: Path, rows: Tensor, prompts: Tensor) -> Row:
     """Our W4A4 checkpoint of a dense model beside llm-compressor's, both of the same rows."""
     theirs, ours = folder / "llm-compressor", folder / "amax"
-    asked = {"compress": folder / "dense", "out": theirs, "rows": rows.tolist()}
-    version = ask(asked, WRITER)
+    version = ask({"compress": folder / "dense", "out": theirs, "rows": rows.tolist()}, WRITER)
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
     get_metis_model(model, MetisConfig(scheme="w4a4"))
     calibrate(model, rows.split(4), method="amax")  # as llm-compressor does
