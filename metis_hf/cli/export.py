@@ -116,6 +116,7 @@ def export(
     load: Callable[[str | Path], PreTrainedModel] = load_metis_model
     if quantizes:
         from metis_hf.lab.calibrated import Calibration, calibrated_model
+        from metis_hf.lab.show.progress import TaskProgress
         from metis_hf.shared.devices import device_of
 
         calibration = Calibration(
@@ -125,7 +126,12 @@ def export(
             exclude=tuple(exclude or ()),
             **given,
         )
-        load = partial(calibrated_model, calibration=calibration, report=console.print)
+        load = partial(
+            calibrated_model,
+            calibration=calibration,
+            report=console.print,
+            progress=TaskProgress(console),
+        )
     report = export_checkpoint(
         checkpoint,
         out,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,6 +23,7 @@ from metis_hf.deploy.source import (
     quantization_of,
     read_tokenizer,
 )
+from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import build_scheme
 from metis_hf.schemes.states import StaticScales
@@ -68,7 +70,10 @@ class Calibration:
 
 
 def calibrated_model(
-    checkpoint: str | Path, calibration: Calibration, report: Callable[[str], None] = print
+    checkpoint: str | Path,
+    calibration: Calibration,
+    report: Callable[[str], None] = print,
+    progress: TaskProgress | None = None,
 ) -> PreTrainedModel:
     """Return a checkpoint in a scheme of static scales, calibrated; in fp32 on the CPU.
 
@@ -80,6 +85,7 @@ def calibrated_model(
         checkpoint: a directory or a name on the hub.
         calibration: the text, and how it is used.
         report: takes a line on what is done.
+        progress: shows the batches that are done.
 
     Raises:
         FileNotFoundError: no such text.
@@ -108,7 +114,9 @@ def calibrated_model(
     elif calibration.text is not None:
         report(f"no layer quantizes its inputs, so {calibration.text} is not read")
     nn.Module.to(model, calibration.device)
-    scales = calibrate(model, batches, method=calibration.method)
+    shown = _Shown(batches, progress or TaskProgress(None))
+    with shown.progress.running({_Shown.task: (len(batches), 1.0)}):
+        scales = calibrate(model, shown, method=calibration.method)
     if unseen := [name for name, scale in scales.items() if batches and not scale.largest]:
         report(
             f"{len(unseen)} layers of experts saw no token and take the scale of inputs that the "
@@ -116,6 +124,20 @@ def calibrated_model(
         )
     nn.Module.to(model, "cpu")
     return model
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """Batches that show how many of them are done."""
+
+    batches: list[Tensor]
+    progress: TaskProgress
+    task: ClassVar[str] = "calibration"
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self.batches:
+            yield batch
+            self.progress.advance(self.task)
 
 
 def _convert(

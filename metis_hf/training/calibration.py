@@ -6,6 +6,8 @@ and fixes them, `freeze_scales` fixes what training has seen so far.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +26,8 @@ from metis_hf.numerics import Quantizer
 from metis_hf.schemes.states import StaticScales, largest_magnitude
 from metis_hf.shared.messages import some
 from metis_hf.training.copies import by_place
+from metis_hf.training.scale_error import BlockSample
+from metis_hf.training.uncalled import warn_of_unpacked
 
 METHODS = ("mse", "amax", "percentile")
 # Shares of the largest magnitude that "mse" tries, the largest first, which wins a tie.
@@ -84,7 +88,7 @@ class _Seen:
     tokens: int = 0
     largest: float = 0.0
     percentile: float = 0.0
-    errors: list[float] = field(default_factory=lambda: [0.0] * len(TRIED_SHARES))
+    errors: list[float] = field(default_factory=list)  # of its group, by share
 
 
 @torch.no_grad()
@@ -100,17 +104,18 @@ def calibrate(
     The model runs in evaluation mode with the quantizers on, each input under its own amax, so that
     layers see what the layers before them give in deployment. Rows of padding are left out. Layers
     that are deployed as one (`deployed_groups`) get the same scales, the experts of a layer the
-    same scale of inputs. With several processes each
-    gives its share of the batches, and all get the same scales; all have to call it together.
+    same scale of inputs. With several processes each gives its share of the batches, and all get
+    the same scales; all have to call it together.
 
     Args:
         model: converted with a scheme of static scales, such as "w4a4" or "w4a16".
-        batches: arguments of the model, or its token ids [b n]; read twice by "mse", so a list or a
-            DataLoader rather than an iterator. Not read where only weights are quantized.
+        batches: arguments of the model, or its token ids [b n], in any order. Where only weights
+            are quantized, the first one alone is read, and none is needed: layers that the model
+            does not call are named in a warning.
         method: how the amax of inputs is chosen. "amax": the largest magnitude. "percentile": that
             share of the magnitudes of each batch lies below, and the largest over the batches
             counts. "mse": the share of the largest magnitude, of nine, that leaves the smallest
-            squared error; chosen for each layer.
+            squared error of a sample (`BlockSample`); chosen for each layer.
         percentile: of "percentile", above 50 and at most 100.
 
     Returns:
@@ -118,38 +123,43 @@ def calibrate(
 
     Raises:
         ValueError: an unknown method, a percentile out of range, no layer with static scales, no
-            batch, an iterator for "mse", or a layer that saw no token, or NaN or inf in every
-            batch; nothing changes.
+            batch, or a layer that saw no token, or NaN or inf in every batch; nothing changes.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}; choose one of {', '.join(METHODS)}")
     if not 50 < percentile <= 100:
         raise ValueError(f"percentile={percentile}; expected more than 50 and at most 100")
-    if method == "mse" and iter(batches) is batches:
-        raise ValueError(
-            "method='mse' reads the batches twice, and an iterator gives them once; pass a list or "
-            "a DataLoader, or choose method='amax'"
-        )
     layers = _static_layers(model)
     observed = {name: layer for name, layer in layers.items() if _state(layer).input}
     seen = {name: _Seen() for name in observed}
     groups = {name: [seen[member] for member in layers.group_of(name, seen)] for name in seen}
-    with _reset_buffers(layers):
+    samples: dict[str, BlockSample] = {}  # by the first layer of a group
+    share = percentile / 100 if method == "percentile" else None
+
+    def note(name: str, x: Tensor, rows: Tensor) -> None:
+        if not _note(seen[name], rows, share) or method != "mse":
+            return
+        first = layers.group_of(name, seen)[0]
+        if first not in samples:
+            # In high precision for now: what it would be quantized with.
+            quantizer = layers[name].eval_scheme.fprop_input.quantizer or Quantizer()
+            samples[first] = BlockSample(quantizer)
+        samples[first].add(rows, x)
+
+    with _following_inputs(layers):
+        if not observed and (batch := list(itertools.islice(batches, 1))):
+            called: set[str] = set()
+            _observe(model, batch, layers, lambda name, *_: called.add(name))
+            warn_of_unpacked(layers, called)
         if observed:
-            share = percentile / 100 if method == "percentile" else None
             with _together(model, seen):
-                _observe(model, batches, observed, lambda name, x: _note(seen[name], x, share))
+                _observe(model, batches, observed, note)
             _refuse_unseen(groups)
-        if observed and method == "mse":
-            tops = {name: max(one.largest for one in group) for name, group in groups.items()}
-
-            def measure(name: str, x: Tensor) -> None:
-                # In high precision for now: what it would be quantized with.
-                quantizer = layers[name].eval_scheme.fprop_input.quantizer or Quantizer()
-                _add_errors(seen[name], x, tops[name], quantizer)
-
             with _together(model, seen):
-                _observe(model, batches, observed, measure)
+                for first, sample in samples.items():
+                    largest = max(one.largest for one in groups[first])
+                    errors = sample.errors([largest * tried for tried in TRIED_SHARES])
+                    seen[first].errors = errors
     chosen = {name: _choose(method, group) for name, group in groups.items()}
     return _fix(layers, chosen, {name: one.largest for name, one in seen.items()})
 
@@ -213,13 +223,27 @@ def _state(layer: MetisLayer) -> StaticScales:
 
 
 @contextmanager
-def _reset_buffers(layers: dict[str, MetisLayer]) -> Iterator[None]:
-    """Unfix all scales for a block; after an error they are what they were."""
+def _following_inputs(layers: dict[str, MetisLayer]) -> Iterator[None]:
+    """Fix weights' own scales for a block, and let inputs' follow each call; undone after an error.
+
+    Evaluation keeps the codes of weights under fixed scales, and does not search for them again.
+    """
     before = [(b, b.clone()) for layer in layers.values() for b in layer.state_buffers().values()]
-    for buffer, _ in before:
-        buffer.zero_()
+
+    def follow(layer: MetisLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        layer.get_buffer("input_amax").copy_(largest_magnitude(x.detach()))
+
     try:
-        yield
+        with ExitStack() as stack:
+            for layer in layers.values():
+                own = largest_magnitude(whole_params(layer)[-1])
+                layer.get_buffer("weight_amax").copy_(own)
+                layer.get_buffer("scales_frozen").fill_(1)
+                if _state(layer).input:
+                    hook = layer.register_forward_pre_hook(follow, with_kwargs=True)
+                    stack.enter_context(hook)
+            yield
     except BaseException:
         for buffer, value in before:
             buffer.copy_(value)
@@ -230,17 +254,17 @@ def _observe(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any] | Tensor],
     layers: dict[str, MetisLayer],
-    note: Callable[[str, Tensor], None],
+    note: Callable[[str, Tensor, Tensor], None],
 ) -> None:
-    """Run the model over batches, and call note(name, rows [t i]) with each layer's input."""
+    """Run the model over batches, and call note(name, x, its rows [t i]) with each layer's x."""
 
     def hook(name: str) -> Callable[..., None]:
         def before(layer: MetisLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = (args[0] if args else kwargs["input"]).detach()
+            x = args[0] if args else kwargs["input"]
             mask = args[1] if len(args) > 1 else kwargs.get("row_mask")  # which experts pass
             mask = layer.row_mask(x) if mask is None else mask
-            rows = x.reshape(-1, layer.in_features)
-            note(name, rows if mask is None else rows[mask])
+            rows = x.detach().reshape(-1, layer.in_features)
+            note(name, x, rows if mask is None else rows[mask])
 
         return before
 
@@ -265,27 +289,17 @@ def _is_whole(model: nn.Module) -> bool:
     return not any(map(is_sharded, model.parameters()))
 
 
-def _note(seen: _Seen, x: Tensor, share: float | None) -> None:
-    """Note tokens, amax and percentile of rows x [t i], unless there is NaN or inf in them."""
+def _note(seen: _Seen, x: Tensor, share: float | None) -> bool:
+    """Note tokens, amax and percentile of rows x [t i]; False: there is NaN or inf in them."""
     largest = largest_magnitude(x).item()
-    if not largest and not x.isfinite().all():
-        return
+    if not x.isfinite().all():
+        return False
     seen.tokens += x.shape[0]
     seen.largest = max(seen.largest, largest)
     if share is not None and x.numel():
         kth = max(1, round(share * x.numel()))
         seen.percentile = max(seen.percentile, x.abs().flatten().kthvalue(kth).values.item())
-
-
-def _add_errors(seen: _Seen, x: Tensor, largest: float, quantizer: Quantizer) -> None:
-    """Add the squared errors of rows x [t i] under each share of the largest magnitude."""
-    if not x.isfinite().all():
-        return
-    x32 = x.float()
-    for index, share in enumerate(TRIED_SHARES):
-        amax = x32.new_tensor(largest * share)
-        error = quantizer(x32, amax=amax).sub_(x32).square_().sum(dtype=torch.float64)
-        seen.errors[index] += error.item()
+    return True
 
 
 @contextmanager
@@ -319,7 +333,7 @@ def _gather(seen: dict[str, _Seen], failed: Exception | None = None) -> list[str
         mine.tokens = sum(one.tokens for one in of_all)
         mine.largest = max(one.largest for one in of_all)
         mine.percentile = max(one.percentile for one in of_all)
-        mine.errors = [sum(errors) for errors in zip(*(one.errors for one in of_all))]
+        mine.errors = [math.fsum(each) for each in zip(*(o.errors for o in of_all if o.errors))]
     return []
 
 
@@ -341,7 +355,7 @@ def _choose(method: str, group: list[_Seen]) -> float:
     largest = max(seen.largest for seen in group)
     if method == "amax":
         return largest
-    errors = [sum(of_share) for of_share in zip(*(seen.errors for seen in group))]
+    errors = next((seen.errors for seen in group if seen.errors), [0.0])
     return largest * TRIED_SHARES[errors.index(min(errors))]
 
 

@@ -7,7 +7,7 @@ report and health have the layer as it was converted.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 from torch import nn
 from transformers.utils import logging
@@ -43,6 +43,21 @@ def warn_of_uncalled(model: nn.Module, layers: Mapping[str, MetisLayer]) -> None
             "Take a loss that calls them, or leave them out with exclude_modules",
             len(running) - len(names),
             len(running),
+            by_kind(names),
+            READ_INSTEAD,
+        )
+
+
+def warn_of_unpacked(layers: Collection[str], called: Container[str]) -> None:
+    """Name the layers of weights alone that a batch of calibration did not call."""
+    names = [name for name in layers if name not in called]
+    if names:
+        logger.warning(
+            "calibration called %d of %d converted layers, and not %s. That is right for experts "
+            "without tokens. Otherwise %s: these are in high precision here, and in four bits in "
+            "an export",
+            len(layers) - len(names),
+            len(layers),
             by_kind(names),
             READ_INSTEAD,
         )
