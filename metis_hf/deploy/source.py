@@ -26,7 +26,7 @@ from metis_hf.deploy.compressed_tensors import static_scales, unsupported, weigh
 from metis_hf.deploy.packed_experts import converted_experts, expert_matrices
 from metis_hf.layers.experts import fused_weights
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.shared.checkpoints import load_complete, refuse_links
+from metis_hf.shared.checkpoints import check_sizes, load_complete, refuse_links
 from metis_hf.shared.messages import reading, shown
 from metis_hf.shared.records import read_json
 
@@ -96,8 +96,10 @@ def model_config(checkpoint: str | Path) -> PreTrainedConfig:
         ValueError: it is damaged, or of a kind of model that transformers does not know.
     """
     file = Path(checkpoint, "config.json")
-    if file.is_file() and not isinstance(read_json(file), dict):
-        raise ValueError(f"{file} holds no JSON object, as save_pretrained writes it")
+    if file.is_file():
+        if not isinstance(written := read_json(file), dict):
+            raise ValueError(f"{file} holds no JSON object, as save_pretrained writes it")
+        check_sizes(written, file)
     if Path(checkpoint).is_dir():
         refuse_links(checkpoint)
     with reading(checkpoint):

@@ -17,6 +17,7 @@ from metis_hf.conversion.hub import read_config
 from metis_hf.deploy.packed_layouts import RESIDUAL_DIR, SIDE_FILE
 from metis_hf.lab.checkpoint import ADAPTER_FILE, CONFIG_FILE, DENSE, WEIGHTS, Checkpoint
 from metis_hf.shared.checkpoints import (
+    check_sizes,
     file_damage,
     last_checkpoint,
     model_damage,
@@ -70,6 +71,7 @@ def _open_checkpoint(path: Path) -> Checkpoint:
             f"{place / CONFIG_FILE} is no config of a model, a JSON object as save_pretrained "
             "writes it"
         )
+    check_sizes(config, place / CONFIG_FILE)
     checkpoint = Checkpoint(place, _label(place, 0), quantization)
     if not checkpoint.weight_files():
         raise ValueError(

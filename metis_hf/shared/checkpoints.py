@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,32 @@ def model_damage(directory: Path) -> str | None:
     configs = [*directory.glob("config.json"), *_indices(directory)]
     damage = _file_damage([*weights, *configs])
     return damage or _missing_shard(directory) or depth_damage(directory)
+
+
+# Of models in config.json; none is negative, and of the first no model has 0.
+_NEVER_ZERO = ("vocab_size", "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head",
+               "num_heads")  # fmt: skip
+_SIZES = (*_NEVER_ZERO, "intermediate_size", "n_inner", "d_ff", "num_hidden_layers", "n_layer",
+          "num_layers", "num_key_value_heads", "head_dim", "d_kv", "max_position_embeddings",
+          "n_positions")  # fmt: skip
+
+
+def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
+    """Refuse sizes in a model's config that no model has.
+
+    Args:
+        config: contents of config.json.
+        where: they are from, for messages.
+
+    Raises:
+        ValueError: a size that is negative, or 0 where that is no size.
+    """
+    parts = (config, *(config.get(key) for key in ("text_config", "decoder", "encoder")))
+    for part in parts:
+        for name in _SIZES if isinstance(part, Mapping) else ():
+            size = part.get(name)
+            if isinstance(size, int | float) and (size < 0 or (not size and name in _NEVER_ZERO)):
+                raise ValueError(f"{where} has {name}={size}, which no model has; correct it")
 
 
 def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from conversion.run_tools import converted, trainer
 from safetensors.torch import save_file
 
+from metis_hf.deploy import export_checkpoint
 from metis_hf.lab.model_source import open_checkpoint
 from metis_hf.shared.checkpoints import (
     checkpoint_damage,
@@ -242,3 +243,20 @@ def test_a_config_of_more_layers_than_its_weights(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config))
         damage = model_damage(tmp_path)
         assert damage is None if said is None else said in damage
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("hidden_size", -64), ("num_attention_heads", 0), ("vocab_size", 0), ("head_dim", -1),
+     ("max_position_embeddings", -5)],
+)  # fmt: skip
+def test_sizes_that_no_model_has(name, size, run, tmp_path):
+    """By the commands that read a model: `eval` and `export`."""
+    place = shutil.copytree(run / "checkpoint-4", tmp_path / "model")
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {name: size}))
+    match = rf"config\.json has {name}={size}, which no model has"
+    with pytest.raises(ValueError, match=match):
+        open_checkpoint(place)
+    with pytest.raises(ValueError, match=match):
+        export_checkpoint(place, tmp_path / "out")
