@@ -150,5 +150,6 @@ def export(
     for note in report.notes:
         console.print(note, highlight=False)
     summary = f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4. Load it:"
-    for lines in (summary, report.loading):  # a path is never broken into lines
+    serving = [f"Serve it:\n{report.serving}"] if report.serving else []
+    for lines in (summary, report.loading, *serving):  # a path is never broken into lines
         console.print(lines, soft_wrap=True, markup=False, highlight=False)

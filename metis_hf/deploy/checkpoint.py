@@ -35,7 +35,7 @@ from metis_hf.deploy.compressed_tensors import (
 from metis_hf.deploy.fused import mixed_notes, scale_notes, share_others, shared_amaxes
 from metis_hf.deploy.inputs import InputQuantizer, quantized_input, quantizing_inputs
 from metis_hf.deploy.kept_experts import kept_experts
-from metis_hf.deploy.loading import load_lines, why_not_packed
+from metis_hf.deploy.loading import load_lines, serve_line, why_not_packed
 from metis_hf.deploy.model_card import model_card, read_metrics
 from metis_hf.deploy.packed_experts import (
     experts_notes,
@@ -186,7 +186,10 @@ def export_checkpoint(
         kept = low_rank if kind != "dense" and split else None
         order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
         held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
-        report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading, notes)
+        serving = serve_line(model, kind, shown, notes)
+        report = ExportReport(
+            format, dtype, kept, packed, rows, held_out, size, loading, serving, notes
+        )
         (partial / REPORT_FILE).write_text(report.to_json(), "utf-8")
         ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
     return report

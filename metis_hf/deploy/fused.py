@@ -38,11 +38,13 @@ SHARED_SCALES = (
     "Layers that engines run as one (query, key and value; gate and up) are packed under one "
     "tensor scale. In training each had a scale of its own, so codes differ from those there."
 )
+NOT_SERVED = (OWN_SCALES, NO_SHARED_SCALE)
 
-MIXED = (
-    "Layers that engines run as one are quantized in several ways here: {1}, of {0}. vLLM refuses "
-    "such a checkpoint: load this one with metis_hf.load_packed, or give these layers one scheme."
+MIXED_END = (
+    "vLLM refuses such a checkpoint: load this one with metis_hf.load_packed, or give these layers "
+    "one scheme."
 )
+MIXED = "Layers that engines run as one are quantized in several ways here: {1}, of {0}. "
 
 
 @torch.no_grad()
@@ -147,5 +149,5 @@ def mixed_notes(
         kinds = {name: "W4A4" if name in inputs else "W4A16" for name in group if name in packed}
         if len({kinds.get(name) for name in group}) > 1:
             parts = [f"{name.rpartition('.')[2]} {kinds.get(name, 'dense')}" for name in group]
-            return (MIXED.format(group[0].rpartition(".")[0], ", ".join(parts)),)
+            return (MIXED.format(group[0].rpartition(".")[0], ", ".join(parts)) + MIXED_END,)
     return ()

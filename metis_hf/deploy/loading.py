@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.deploy.compressed_tensors import weight_quantizer
+from metis_hf.deploy.fused import MIXED_END, NOT_SERVED
 from metis_hf.deploy.packed import why_not_late
 from metis_hf.layers.experts import has_fused_experts
 
@@ -38,6 +41,20 @@ def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
             "    quantization_config=CompressedTensorsConfig(dequantize=True),\n)"
         )
     return f"{first}from transformers import {cls}\n\nmodel = {cls}.from_pretrained({shown})"
+
+
+def serve_line(model: PreTrainedModel, kind: str, name: str, notes: Iterable[str]) -> str:
+    """Return the command that serves a packed directory; "" where vLLM does not read it rightly.
+
+    Args:
+        model: exported.
+        kind: as for `model_card`.
+        name: the directory.
+        notes: on the export.
+    """
+    packed = kind in ("compressed-tensors", "w4a4", "modelopt") and model.can_generate()
+    wrong = any(note in NOT_SERVED or note.endswith(MIXED_END) for note in notes)
+    return f"vllm serve {shlex.quote(name)}" if packed and not wrong else ""
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:

@@ -63,6 +63,7 @@ class ExportReport:
             under scheme "w4a4". Empty without a text.
         bytes: of all weight files.
         loading: Python that loads what was written.
+        serving: command that serves it; empty where vLLM is known not to read it.
         notes: sentences on what was written, for who deploys it.
     """
 
@@ -74,12 +75,13 @@ class ExportReport:
     held_out: Mapping[str, float]
     bytes: int
     loading: str = ""
+    serving: str = ""
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Return the report as a JSON object; what is not finite, as a ratio may be, is null."""
         values = dataclasses.asdict(self)
-        del values["loading"]  # with the path of this machine
+        del values["loading"], values["serving"]  # with the path of this machine
         for numbers in (*values["rows"], values["held_out"]):
             for name, value in numbers.items():
                 if isinstance(value, float) and not math.isfinite(value):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from metis_hf.shared.locks import LOCK_FILE, hold
-from metis_hf.shared.records import read_json, write_json
+from metis_hf.shared.records import give_usual_modes, read_json, write_json
 
 _CONTENT, _MOVED = "content", "moved.json"  # in the hidden directory
 _LAST = "config.json"  # without it nothing loads a model, so that it moves last
@@ -43,6 +43,7 @@ def staged(out: Path) -> Iterator[Path]:
         content = stage / _CONTENT
         content.mkdir()
         yield content
+        give_usual_modes(content)
         if exists:
             _move(content, out)
         else:

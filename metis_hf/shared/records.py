@@ -36,6 +36,20 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         raise
 
 
+def give_usual_modes(directory: Path) -> None:
+    """Give the files under a directory the mode that new ones have: the umask's.
+
+    Libraries that write under a temporary name leave files for their user alone (safetensors 0.8).
+    """
+    probe = directory / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode | path.stat().st_mode & 0o777)
+
+
 def write_json(path: Path, data: Any) -> None:
     """Write a JSON file whole or not at all."""
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"

@@ -108,7 +108,8 @@ def test_a_dense_model_in_one_command(layout, dense, text, tmp_path):
     files = [sorted(p.name for p in (tmp_path / n).iterdir()) for n in ("out", "expected")]
     assert files[0] == files[1]
     assert f"calibrating on {SEQUENCES} sequences of {LENGTH} tokens" in printed
-    code = printed.split("Load it:\n")[1]
+    code, command = printed.split("Load it:\n")[1].split("Serve it:\n")
+    assert command == f"vllm serve {tmp_path / 'out'}\n"
     if layout == "compressed-tensors":
         namespace: dict = {}
         exec(code, namespace)
@@ -192,6 +193,7 @@ def test_weights_alone_need_no_text(dense, tmp_path):
     assert "no layer quantizes its inputs" in printed
     run(dense, "--out", tmp_path / "alone", "--format", "compressed-tensors", "--scheme", "w4a16")
     assert same(state_of(tmp_path / "out"), state_of(tmp_path / "alone"))
+    assert printed.endswith(f"Serve it:\nvllm serve {tmp_path / 'out'}\n")
     state = state_of(tmp_path / "out")
     assert any(key.endswith("weight_global_scale") for key in state)
     assert not any(key.endswith("input_global_scale") for key in state)
@@ -287,6 +289,12 @@ class TestRefusals:
         packed = json.loads((tmp_path / "out" / "metis_export.json").read_text())["packed"]
         assert packed
         assert not any("experts" in name or "q_proj" in name for name in packed)
+
+    def test_what_vllm_refuses_is_not_to_be_served(self, dense, text, tmp_path):
+        given = (dense, *self.PACKED, "--calibrate", text, *FEW, "--exclude", ".*q_proj")
+        done = run(*given, "--out", tmp_path / "out")
+        assert "vLLM refuses such a checkpoint" in done
+        assert "vllm serve" not in done
 
     def test_layers_left_out(self, text, tmp_path):
         """Experts stay as they are; the rest is packed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -351,10 +352,28 @@ class TestText:
             ]
         assert "difference to dense" in result.output
         assert "14 layers in NVFP4. Load it:" in result.output
-        code = result.output.split("Load it:\n")[1]
+        code = result.output.split("Load it:\n")[1].split("Serve it:\n")[0]
         assert len([line for line in code.splitlines() if line]) == 2
         namespace: dict = {}
         exec(code, namespace)
         assert isinstance(namespace["model"], transformers.LlamaForCausalLM)
         card = ModelCard.load(tmp_path / "out/README.md")
         assert "| results / piqa / acc | 0.625 |" in card.text
+
+
+@pytest.mark.parametrize("format", ["dense", "compressed-tensors"])
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_have_the_mode_of_new_ones(format, mask, tmp_path):
+    """Also those of libraries that write under a temporary name."""
+    source = checkpoint(tmp_path / "metis", scheme="metis-paper", rank=4, split_weight=True)
+    sides = ["fold"] if format == "dense" else ["fold", "side-file"]
+    before = os.umask(mask)
+    try:
+        for side in sides:
+            export_checkpoint(source, tmp_path / side, format=format, low_rank=side)
+    finally:
+        os.umask(before)
+    for side in sides:
+        files = [path for path in (tmp_path / side).rglob("*") if path.is_file()]
+        assert len(files) > 3
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~mask}
