@@ -80,8 +80,8 @@ class CompressedMatrix:
 
     def part(self, rows: slice) -> CompressedMatrix:
         """Return the matrix of some rows, with tensors of its own."""
-        parts = self.packed[rows], self.scale[rows], self.global_scale
-        return CompressedMatrix(*(part.clone() for part in parts), columns=self.columns)
+        packed, scale = self.packed[rows].clone(), self.scale[rows].clone()
+        return CompressedMatrix(packed, scale, self.global_scale.clone(), self.columns)
 
     def state(self, prefix: str = "weight") -> dict[str, Tensor]:
         """Return the tensors by their names in the layout."""

@@ -9,7 +9,8 @@ dense checkpoint holds the experts fused, as gpt-oss does, names end as llm-comp
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,8 @@ from metis_hf.layers.experts import (
 )
 
 
-class ExpertMatrix(NamedTuple):
+@dataclass(frozen=True)
+class ExpertMatrix:
     """One matrix of one expert.
 
     Attributes:

@@ -151,10 +151,11 @@ class PackedLoader(HfQuantizer):
         for name, tensors in found.items():
             place = places.get(name, name)
             linear = model.get_submodule(place)
+            assert isinstance(linear, nn.Linear)
             model.set_submodule(place, self._layer(name, linear, tensors))
         return model
 
-    def _layer(self, name: str, linear: nn.Module, tensors: dict[str, StoredTensor]) -> nn.Module:
+    def _layer(self, name: str, linear: nn.Linear, tensors: dict[str, StoredTensor]) -> nn.Module:
         """Return the module that loads a packed layer in the place of a linear one."""
         config, scheme = self.quantization_config, self.quantization_config.scheme
         with torch.device("meta"):

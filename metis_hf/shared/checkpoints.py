@@ -134,7 +134,9 @@ def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
     """
     parts = (config, *(config.get(key) for key in ("text_config", "decoder", "encoder")))
     for part in parts:
-        for name in _SIZES if isinstance(part, Mapping) else ():
+        if not isinstance(part, Mapping):
+            continue
+        for name in _SIZES:
             size = part.get(name)
             if isinstance(size, int | float) and (size < 0 or (not size and name in _NEVER_ZERO)):
                 raise ValueError(f"{where} has {name}={size}, which no model has; correct it")
