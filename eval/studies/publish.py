@@ -148,7 +148,8 @@ def plan_of(record: dict[str, Any]) -> ComparisonPlan:
 
 def draw_compare(name: str) -> None:
     """Write what follows from the runs of a comparison on record, and its costs of today."""
-    import training_parts  # noqa: F401  # schemes that some records have
+    import paper_parts  # noqa: F401  # schemes that some records have
+    import training_parts  # noqa: F401
 
     from metis_hf.lab.compare import loss_table, published
     from metis_hf.lab.compare.outputs import (
