@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Cells = Sequence[str]
+_NAME = 30  # characters of a name that is not wrapped in a terminal
 _LATEX = str.maketrans(
     {
         "&": r"\&",
@@ -61,7 +62,8 @@ def terminal_table(
 
     Args:
         header: titles of the columns.
-        rows: cells of each row; the first one, a name, is shown whole.
+        rows: cells of each row; the first one, a name, stays on a line of its own up to 30
+            characters, so that long ones leave the numbers room.
         title: above the table.
         styles: of each row, such as "bold"; none for rows beyond them.
     """
@@ -69,9 +71,10 @@ def terminal_table(
     from rich.text import Text  # as strings, names with brackets would be read as markup
 
     table = Table(title=Text(title, style="table.title"))
+    short = all(len(cells[0]) <= _NAME for cells in rows)
     for index, name in enumerate(header):
         justify: Literal["left", "right"] = "right" if index else "left"
-        table.add_column(Text(name), justify=justify, no_wrap=not index, overflow="fold")
+        table.add_column(Text(name), justify=justify, no_wrap=short and not index, overflow="fold")
     for index, cells in enumerate(rows):
         table.add_row(*map(Text, cells), style=styles[index] if index < len(styles) else None)
     return table
