@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+    from metis_hf.data.corpus import Document
     from metis_hf.lab.compare.variants import Experiment
 
 EMBEDDED_TRAIN, EMBEDDED_VALIDATION = "train", "validation"
@@ -57,13 +59,15 @@ def embed(
         return
     # Of this process: others of an array may do the same at this moment.
     temporary = directory.with_name(f"{directory.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    train: Iterable[Document]
+    held_out: Iterable[Document]
     if text is None:
         splits = split_documents(stdlib_documents())
         first = train = splits.train
         held_out = [*splits.validation, *splits.test]
     else:
         files, other = text_files(text)
-        first, train, held_out = (list(documents(files[:1])), documents(files), documents(other))
+        first, train, held_out = list(documents(files[:1])), documents(files), documents(other)
     if tokenizer is None:
         tokenizer = train_tokenizer(first, vocab_size, max_chars=3_000_000)
     tokenizer.save_pretrained(temporary / TOKENIZER)
