@@ -55,10 +55,15 @@ def test_each_gemm_after_the_switch(scheme, passes):
     y = layer(x)
     y.backward(dy)
 
-    params = tuple(p.detach() for p in layer.weight_params())
+    stored = tuple(p.detach() for p in layer.weight_params())
+    form, params = layer.weight_form.in_gemm(stored)  # a branch beside the GEMM is never quantized
+    read = x.detach().requires_grad_()
+    if (branch := layer.weight_form.beside(read, stored)) is not None:
+        branch.backward(dy)
+        y, x.grad = y - branch, x.grad - read.grad
     keys = layer.call_keys(x)
     state = layer.call_state(x, keys)
-    plan = GemmPlan(scheme_before, layer.weight_form, torch.float32, keys, state=state)
+    plan = GemmPlan(scheme_before, form, torch.float32, keys, state=state)
 
     def operand(role, exact):
         """[t c] or [o i]: exact, or quantized by the scheme for this very GEMM.
@@ -73,11 +78,10 @@ def test_each_gemm_after_the_switch(scheme, passes):
         options = {"dim": 0 if role in CONTRACT_ROWS else -1, "key": keys[role]}
         quantizer = plan.resolve(role)[1]
         if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
-            form = layer.weight_form
             return form.quantize(params, quantizer, dtype=torch.float32, **options)
         return quantizer(exact, dtype=torch.float32, **options)
 
-    w, x_ = layer.weight.detach(), x.detach()
+    w, x_ = form.dense(params), x.detach()
     hats = {role: operand(role, m) for role, m in zip(Role, (x_, w, dy, w, dy, x_), strict=True)}
 
     def without_exact(name):

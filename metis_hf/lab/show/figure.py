@@ -25,7 +25,7 @@ _FIXED = (
     ("tetrajet2", "mxfp4", "nvidia-unbiased", "quip", "hot-channel", "mixfp4", "halo"),
     ("mean", "mxfp4-hadamard", "smoothquant", "omniquant", "outlier-suppression-plus",
      "four-over-six-unbiased", "occ"),
-    ("ufp4", "w4a4", "w4a16"),
+    ("ufp4", "w4a4", "w4a16", "metis-released", "mean-released"),
 )  # fmt: skip
 MOST_STYLES = len(COLORS) * len(LINES)
 CROWDED = 8  # curves; more have their names outside, and none at their ends
