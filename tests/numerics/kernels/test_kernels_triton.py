@@ -36,7 +36,7 @@ SOME = f"(normal or nan or wide) and not subnormal or {WHOLE}"  # where not all 
 @pytest.mark.slow
 def test_in_the_interpreter() -> None:
     """Cases, in a process of their own: the choice is made when triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-n", "2"]
     command += [] if full() else ["-k", SOME]
     run = subprocess.run(
         [*command, *(f"tests/numerics/kernels/{name}_cases.py" for name in CASES)],
