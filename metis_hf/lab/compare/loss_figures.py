@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -142,7 +143,8 @@ def plot_gaps(
         axis.errorbar(summary.gap.mean, place, xerr=None if math.isnan(width) else width,
                       fmt=style.marker, color=style.color, ms=8, capsize=4, lw=1.6)  # fmt: skip
     axis.axvline(0, color="black", lw=1)
-    axis.set_yticks(range(len(shown)), [plain_text(s.name) for s in reversed(shown)])
+    names = [textwrap.fill(plain_text(s.name), 30) for s in reversed(shown)]
+    axis.set_yticks(range(len(shown)), names)
     axis.set_ylim(-0.6, len(shown) - 0.4)
     axis.set_xlabel(
         f"held-out loss above {CONTROL} (%), paired by seed\n"
