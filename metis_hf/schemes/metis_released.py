@@ -50,9 +50,9 @@ def metis_released(config: MetisConfig, rank: int) -> Scheme:
     from all rows; inputs and residual round to nearest, output gradients stochastically. The rank
     is 16, and 64 at width 4,096, as in their scripts.
 
-    Theirs differs in three things: block scales stay in fp32, residuals are taken against
-    U U^T X where here it is X V V^T, and subspaces are kept and refined by a power step
-    (`subspace_interval`, `subspace_refinements`). Fair controls have the same branch:
+    In theirs (commit 8e567ba) block scales stay in fp32, the split is U U^T X where here it is
+    X V V^T, and subspaces are kept and refined by power steps (`subspace_interval`,
+    `subspace_refinements`). Fair controls have the same branch:
     `high_precision=["forward", "backward"]`, and other schemes with `split_weight="side-branch"`.
     """
     split = replace(spectral(config, rank, compensated=False), sample_frac=1.0)
