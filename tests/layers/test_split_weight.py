@@ -74,6 +74,19 @@ def test_a_side_branch_stands_beside_the_layer_of_the_residual(scheme):
         torch.testing.assert_close(getattr(layer, name).grad, factor.grad)
 
 
+@pytest.mark.parametrize("scheme", sorted(BESIDE))
+def test_each_part_of_a_released_scheme_can_be_left_out(scheme):
+    def parts(*decompose):
+        built = build_scheme(MetisConfig(scheme=scheme, decompose=decompose), IN, OUT)
+        operands = built.fprop_input, built.dgrad_grad_output
+        return [built.weight.is_split, *(not each.conditioner.is_direct for each in operands)]
+
+    assert parts("weight", "activation", "gradient") == [True, True, True]
+    assert parts("activation") == [False, True, False]
+    assert parts("gradient") == [False, False, True]
+    assert parts("weight") == [True, False, False]
+
+
 def test_deployed_layers_have_no_side_branch():
     with pytest.raises(ValueError, match="split_weight='side-branch' stores factors"):
         layer_of("w4a4", split_weight="side-branch")

@@ -44,7 +44,7 @@ def text_of(rows, tokenizer):
     return [tokenizer.decode(row) for row in rows["input_ids"]]
 
 
-def test_documents_are_trained_on_in_order(folder, tmp_path):
+def test_every_document_is_trained_on(folder, tmp_path):
     embed(tmp_path / "data", vocab_size=VOCAB, sequence_length=LENGTH, text=folder)
     train, held_out, tokenizer = opened(tmp_path / "data")
     assert "".join(text_of(held_out, tokenizer)) in HELD_OUT.strip() + END_OF_TEXT
