@@ -21,6 +21,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,8 @@ def _measure_anew(
 def main() -> None:
     # Before CUDA starts. Trainer would split batches over several GPUs.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    # No time of a kernel is another kernel's.
+    warnings.filterwarnings("error", message="the reference takes over")
     args = arguments()
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device.index or 0)  # it takes no "cuda" alone

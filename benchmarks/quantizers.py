@@ -36,7 +36,8 @@ from torch import Tensor
 
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import KERNELS, pack, unpack, use_kernels
-from metis_hf.numerics.kernels.choice import ENVIRONMENT, missing
+from metis_hf.numerics.kernels.choice import missing
+from metis_hf.numerics.kernels.request import ENVIRONMENT
 
 COPY = "copy"
 QUANTIZERS = {

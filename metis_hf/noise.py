@@ -142,7 +142,9 @@ def fingerprint(x: Tensor) -> Tensor:
     if x.numel():
         kernels = one_launch(x)
         if kernels is not None and x.dtype in kernels.DTYPES:
-            return kernels.fingerprint(x)
+            found: Tensor | None = kernels.fingerprint(x)
+            if found is not None:
+                return found
     sample = samples(x).float().view(torch.int32)
     index = _index_hash(x.device)[: sample.numel()]
     if _on_host(sample):
@@ -373,7 +375,9 @@ def uniform(
     if isinstance(key, Key) and key.data is not None and 0 < size.numel() <= _LARGEST_LAUNCH:
         kernels = one_launch(key.data)
         if kernels is not None:
-            return kernels.uniform(size, key, key.data.device)
+            drawn: Tensor | None = kernels.uniform(size, key, key.data.device)
+            if drawn is not None:
+                return drawn
     width = size[-1] if size else 1
     padded = -(-width // _LANES) * _LANES
     rows = size.numel() // width if width else 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.linalg import cholesky_ex, solve_triangular, vector_norm
 
 from metis_hf.numerics.kernels.choice import kernels_for
+from metis_hf.numerics.kernels.request import or_reference
 
 # Share by which the diagonal of a Gram matrix grows: more than rounding takes off its smallest
 # eigenvalue, so that it has a Cholesky factor.
@@ -38,7 +39,8 @@ def next_basis(y: Tensor, basis: Tensor | None = None, *, passes: int = 1) -> Te
     if len(y) <= WIDEST_BLOCK and y.dtype is torch.float32 and kernels_for(y) == "triton":
         from metis_hf.numerics.kernels import triton_basis
 
-        return triton_basis.next_basis(y, basis, passes, triton_basis.Limits(*LIMITS))
+        with or_reference:
+            return triton_basis.next_basis(y, basis, passes, triton_basis.Limits(*LIMITS))
     y = y / vector_norm(y, dim=1, keepdim=True).clamp_min_(_ZERO)
     if basis is None:
         y.diagonal().add_(_TRACE[y.dtype])

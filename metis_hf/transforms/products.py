@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels.choice import kernels_for
+from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.numerics.kernels.scratch import Scratch
 
 _WIDEST = 128  # basis that kernels take
@@ -22,7 +23,8 @@ def project(x: Tensor, v: Tensor, scratch: Scratch | None = None) -> tuple[Tenso
     if mixed and v.shape[1] <= _WIDEST and kernels_for(x, v) == "triton":
         from metis_hf.numerics.kernels import triton_projection
 
-        return triton_projection.project(x, v, scratch)
+        with or_reference:
+            return triton_projection.project(x, v, scratch)
     p = x.to(v.dtype) @ v  # [t c] @ [c k] -> [t k]
     # In units of each column's largest entry, whose square stays in the fp32 range.
     largest = p.abs().amax(0)

@@ -16,6 +16,7 @@ from torch.nn.functional import embedding_bag
 from metis_hf.noise import Key, uniform
 from metis_hf.numerics.kernels.choice import kernels_for
 from metis_hf.numerics.kernels.layout import DTYPES
+from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.transforms.orthogonal import LIMITS, WIDEST_BLOCK, next_basis
 from metis_hf.transforms.products import project
 
@@ -95,7 +96,8 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
     if x.dtype in DTYPES and sums * (t // count + 1) < 2**31 and kernels_for(x) == "triton":
         from metis_hf.numerics.kernels import triton_sums
 
-        return triton_sums.sum_rows(x, sums, t // count, key.fold(1), key, mask)
+        with or_reference:
+            return triton_sums.sum_rows(x, sums, t // count, key.fold(1), key, mask)
     stretch = torch.arange(t // count, device=x.device)  # [g]
     shift = (uniform(stretch.shape, key.fold(1), x.device) * sums).long()
     row = (torch.arange(sums, device=x.device)[:, None] + shift) % sums + stretch * sums  # [n g]
@@ -185,7 +187,8 @@ def dominant_basis(
         from metis_hf.numerics.kernels import triton_basis
 
         limits = triton_basis.Limits(*LIMITS)
-        return triton_basis.dominant_basis(sample, rank, n_iter, key, start, limits).T
+        with or_reference:
+            return triton_basis.dominant_basis(sample, rank, n_iter, key, start, limits).T
     sample = _in_range(sample)
     if start is None:
         return _power_basis(sample, rank, n_iter, key).T

@@ -23,11 +23,9 @@ from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4
 from metis_hf.numerics.kernels import cpu, formulation, reference
 from metis_hf.numerics.kernels.choice import (
-    KERNELS,
     fall_back,
     kernels_for,
     triton_backend,
-    use_kernels,
 )
 from metis_hf.numerics.kernels.formulation import Specialization
 from metis_hf.numerics.kernels.layout import (
@@ -42,6 +40,12 @@ from metis_hf.numerics.kernels.layout import (
     readable,
     scale_of_pairs,
     scale_of_rows,
+)
+from metis_hf.numerics.kernels.request import (
+    KERNELS,
+    CompilationError,
+    or_reference,
+    use_kernels,
 )
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRounding, ScaleRule
@@ -102,8 +106,9 @@ def fake_quantize(
     if covers(x, quantizer, dim, dtype, minus, plus):
         kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
     if kernels == "triton":
-        return _triton().fake_quantize(x, quantizer, **options)
-    if kernels != "reference":
+        with or_reference:
+            return _triton().fake_quantize(x, quantizer, **options)
+    elif kernels != "reference":
         rows = amax is None and quantizer.has_row_scales(x, dim)
         form = form_of(x, quantizer.tile, dim)
         variant = _variant(
@@ -151,8 +156,9 @@ def pack(
     if covers(x, quantizer, dim, torch.float32, minus, None) and packs(x.shape, tile, dim):
         kernels = kernels_for(*(t for t in (x, minus) if t is not None))
         if kernels == "triton":
-            return _triton().pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
-        if kernels != "reference":
+            with or_reference:
+                return _triton().pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
+        elif kernels != "reference":
             rows = amax is None and quantizer.has_row_scales(x, dim)
             form = form_of(x, tile, dim, paired=True)
             taken = None if minus is None else form_of(minus, tile, dim, paired=True).x
@@ -193,7 +199,8 @@ def pack_with_values(
         amax = _given(amax, quantizer, matrix)
         scaled = scaled or not quantizer.two_level
         options: dict[str, Any] = {"dtype": dtype, "scaled": scaled, "amax": amax}
-        return _triton().pack_with_values(matrix, quantizer, dim=dim, key=key, **options)
+        with or_reference:
+            return _triton().pack_with_values(matrix, quantizer, dim=dim, key=key, **options)
     return pack(x, quantizer, dim=dim, key=key, amax=amax), None
 
 
@@ -226,10 +233,11 @@ def unpack(
     ):
         kernels = kernels_for(*(t for t in (codes, plus) if t is not None))
         if kernels == "triton":
-            return _triton().unpack(
-                packed, quantizer, dim=dim, shape=shape, dtype=dtype, scaled=scaled, plus=plus
-            )
-        if kernels != "reference":
+            with or_reference:
+                return _triton().unpack(
+                    packed, quantizer, dim=dim, shape=shape, dtype=dtype, scaled=scaled, plus=plus
+                )
+        elif kernels != "reference":
             form, scale = packed_form(codes, packed.scale, shape, tile, dim)
             decode = packed.global_scale if scaled else None
             rows = decode is not None and decode.dim() > 0
@@ -272,7 +280,8 @@ def store(
         and covers(x, quantizer, dim, torch.float32, None, None)
         and kernels_for(x) == "triton"
     ):
-        return _triton().store(x, quantizer, dim=dim, key=key)
+        with or_reference:
+            return _triton().store(x, quantizer, dim=dim, key=key)
     return None
 
 
@@ -329,7 +338,7 @@ def _run(
         return formulation.run(variant, noise_key, x, *others)
     try:
         return cpu.run(variant, noise_key, x, *others)
-    except cpu.CompilationError as error:
+    except CompilationError as error:
         fall_back(error)
     return None
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import warnings
-from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -15,42 +11,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from metis_hf import noise
 from metis_hf.numerics.kernels import cpu
+from metis_hf.numerics.kernels.request import (
+    ENVIRONMENT,
+    forget_warnings,
+    requested,
+    warn_once,
+)
 
-KERNELS = ("reference", "compiled", "triton")
-ENVIRONMENT = "METIS_KERNELS"
 # benchmarks/quantizers.py: reference over compiled, 4096 x 1024, one core.
 REFERENCE_SLOWER = "4 to 12"
 
-_chosen: str | None = os.environ.get(ENVIRONMENT) or None  # None: automatic
-_warned: set[str] = set()
 _failed = False  # the compilation of the library for CPUs
-
-
-@contextlib.contextmanager
-def use_kernels(kernels: str | None) -> Iterator[None]:
-    """Choose the implementation inside a `with` block, for all threads of the process.
-
-    Args:
-        kernels: "reference", "compiled", "triton", or None for the automatic choice.
-
-    Raises:
-        ValueError: another name.
-    """
-    global _chosen
-    _check(kernels)
-    before, _chosen = _chosen, kernels
-    try:
-        yield
-    finally:
-        _chosen = before
-
-
-def _check(kernels: str | None) -> None:
-    if kernels is not None and kernels not in KERNELS:
-        raise ValueError(
-            f"kernels {kernels!r} do not exist; choose one of {', '.join(KERNELS)} "
-            f"(in the environment variable {ENVIRONMENT} too)"
-        )
 
 
 def kernels_for(*tensors: Tensor) -> str:
@@ -60,11 +31,11 @@ def kernels_for(*tensors: Tensor) -> str:
         ValueError: those asked for do not exist.
         RuntimeError: they cannot run here.
     """
-    if _chosen == "reference":
+    chosen = requested()
+    if chosen == "reference":
         return "reference"
     if torch.compiler.is_compiling():
         return "traced"
-    _check(_chosen)
     # Tensors that only stand for tensors: fake ones, distributed ones, ones of a tracing mode or
     # without storage.
     x = tensors[0]
@@ -72,15 +43,15 @@ def kernels_for(*tensors: Tensor) -> str:
         return "reference"
     if x.is_meta:
         return "reference"
-    if _chosen is None:
+    if chosen is None:
         return fastest(x.device)
-    lacks = missing(_chosen, x.device)
+    lacks = missing(chosen, x.device)
     if lacks:
         raise RuntimeError(
-            f"kernels {_chosen!r} were asked for (use_kernels or {ENVIRONMENT}), and there is no "
+            f"kernels {chosen!r} were asked for (use_kernels or {ENVIRONMENT}), and there is no "
             f"{lacks}. Without the request the reference runs, with equal results"
         )
-    return _chosen
+    return chosen
 
 
 def missing(kernels: str, device: torch.device) -> str | None:
@@ -134,7 +105,7 @@ def fall_back(error: Exception) -> None:
         Exception: they were.
     """
     global _failed
-    if _chosen is not None:
+    if requested() is not None:
         raise error
     _failed = True
     _warn_slow(str(error))
@@ -144,14 +115,10 @@ def forget_failures() -> None:
     """Try the compilation again at the next call, and repeat warnings that were given before."""
     global _failed
     _failed = False
-    _warned.clear()
+    forget_warnings()
 
 
 def _warn_slow(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(
-            f"quantizers run uncompiled, {REFERENCE_SLOWER} times slower, with equal results: "
-            f"{reason}",
-            stacklevel=4,
-        )
+    warn_once(
+        f"quantizers run uncompiled, {REFERENCE_SLOWER} times slower, with equal results: {reason}"
+    )

@@ -26,6 +26,7 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.formats import NVFP4
 from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
+from metis_hf.numerics.kernels.request import CompilationError
 from metis_hf.numerics.scaling import (
     EDEN_CLIP,
     LARGEST_ERROR,
@@ -50,10 +51,6 @@ _FLAGS = (
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CPU_INFO = Path("/proc/cpuinfo")
 _lock = threading.Lock()
-
-
-class CompilationError(RuntimeError):
-    """Raised where the library could not be compiled or loaded."""
 
 
 class _Options(ctypes.Structure):

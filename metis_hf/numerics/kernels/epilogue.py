@@ -14,6 +14,7 @@ from torch import Tensor
 
 from metis_hf.numerics.kernels.choice import kernels_for
 from metis_hf.numerics.kernels.layout import DTYPES
+from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.numerics.kernels.scratch import Scratch
 
 _MAX_ELEMENTS = 2**31 - 2**13  # places are counted in 32 bits, to the end of the last program
@@ -35,8 +36,9 @@ def finish_product(out: Tensor, scales: Sequence[Tensor] = (), bias: Tensor | No
     if _has_kernel(out, given) and kernels_for(out, *given) == "triton":
         from metis_hf.numerics.kernels import triton_epilogue
 
-        triton_epilogue.finish_product(out, scales, bias)
-        return
+        with or_reference:
+            triton_epilogue.finish_product(out, scales, bias)
+            return
     if scales:
         scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
         # As a matrix: a GPU rounds a 0-dim factor to the dtype of the product first, a CPU does not
@@ -59,7 +61,8 @@ def rounding_error(x: Tensor, values: Tensor, scale: Tensor | None, dtype: torch
     if same and _has_kernel(values, given) and kernels_for(values, *given) == "triton":
         from metis_hf.numerics.kernels import triton_epilogue
 
-        return triton_epilogue.rounding_error(x, values, scale, dtype)
+        with or_reference:
+            return triton_epilogue.rounding_error(x, values, scale, dtype)
     return (x - (values if scale is None else values.float() * scale)).to(dtype)
 
 
@@ -75,7 +78,8 @@ def multiply_columns(x: Tensor, lengths: Tensor, scratch: Scratch | None) -> Ten
     ):
         from metis_hf.numerics.kernels import triton_epilogue
 
-        return triton_epilogue.multiply_columns(x, lengths, scratch)
+        with or_reference:
+            return triton_epilogue.multiply_columns(x, lengths, scratch)
     return x * lengths
 
 

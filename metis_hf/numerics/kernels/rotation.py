@@ -13,6 +13,7 @@ matrix is equal to the bit.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4
 from metis_hf.numerics.kernels.choice import kernels_for, triton_backend
 from metis_hf.numerics.kernels.layout import DTYPES, Groups, Packed, covers_rule, has_kernel
+from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.numerics.layout import Tile
 
 
@@ -46,10 +48,11 @@ def fake_quantize(
     kernels = _kernels(x, quantizer, dtype) if _covers(x, quantizer, dim) else None
     if kernels is None:
         return None
-    values: Tensor = kernels.fake_quantize(
-        x.detach(), quantizer, dim=dim, key=key, dtype=dtype, scaled=True, groups=groups
-    )[0]
-    return values
+    options: dict[str, Any] = {"dim": dim, "key": key, "dtype": dtype, "groups": groups}
+    with or_reference:
+        values: Tensor = kernels.fake_quantize(x.detach(), quantizer, scaled=True, **options)[0]
+        return values
+    return None
 
 
 def pack(
@@ -68,8 +71,10 @@ def pack(
     kernels = _kernels(x, quantizer, torch.float32) if _covers(x, quantizer, dim) else None
     if kernels is None:
         return None
-    packed: Packed = kernels.pack(x.detach(), quantizer, dim=dim, key=key, groups=groups)
-    return packed
+    with or_reference:
+        packed: Packed = kernels.pack(x.detach(), quantizer, dim=dim, key=key, groups=groups)
+        return packed
+    return None
 
 
 def unpack(
@@ -91,10 +96,11 @@ def unpack(
     kernels = _kernels(packed.codes, quantizer, dtype) if known else None
     if kernels is None:
         return None
-    values: Tensor = kernels.unpack(
-        packed, quantizer, dim=dim, shape=shape, dtype=dtype, scaled=True, groups=groups
-    )
-    return values
+    options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype, "groups": groups}
+    with or_reference:
+        values: Tensor = kernels.unpack(packed, quantizer, scaled=True, **options)
+        return values
+    return None
 
 
 def _kernels(x: Tensor, quantizer: QuantizerDefinition, dtype: torch.dtype) -> ModuleType | None:

@@ -119,27 +119,32 @@ def outer_of(
             return Outer(known, decode)
         amax = zero_of(scratch, x.device)
     pointers = {"amax_ptr" if groups is None else "rotated_ptr": amax}
+    found = [(measured, amax)] if remembers else []
     turned = measured
     if scratch is not None and not by_row:
-        if remembers:
-            scratch.keep(measured, amax)
-        turned = _find_beside(measured, scratch, pointers, remembers)
+        turned = _find_beside(measured, scratch, pointers, found)
     _launch(turned, pointers, by_row, minus, low)
+    if scratch is not None:
+        for each, largest in found:
+            scratch.keep(each, largest)
     per_row = blocks_in(x.shape[-1])
     return Outer(amax, decode, amax.numel() * per_row, per_row)
 
 
 def _find_beside(
-    measured: Measured, scratch: Scratch, pointers: dict[str, Tensor], whole: bool
+    measured: Measured,
+    scratch: Scratch,
+    pointers: dict[str, Tensor],
+    found: list[tuple[Measured, Tensor]],
 ) -> Measured:
     """Add what is expected and fits into the launch: of the same tensor, and of another one.
 
-    Nothing of the same tensor where the launch does not read it `whole`, but less another one.
+    Nothing of the same tensor where nothing is `found` yet: the launch reads less another one then.
 
     Returns:
         The same tensor, with the rotation that the launch makes.
     """
-    turned = measured
+    turned, whole = measured, bool(found)
     for each in scratch.expected():
         same, plain = each.is_of(measured.x), each.groups is None
         slot = "other_amax_ptr" if not same else "amax_ptr" if plain else "rotated_ptr"
@@ -148,7 +153,7 @@ def _find_beside(
         zero = scratch.zero() if fits else None
         if zero is None:
             continue
-        scratch.keep(each, zero)
+        found.append((each, zero))
         pointers[slot] = zero
         if not same:
             pointers["other_ptr"] = each.x

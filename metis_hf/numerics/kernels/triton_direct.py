@@ -10,12 +10,16 @@ This module imports triton, so it is imported where it is used only.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
+
+from metis_hf.numerics.kernels.request import CompilationError, failed_kernels
 
 _RELEASES = [(3, minor) for minor in range(6, 10)]  # in which a compiled kernel takes all arguments
 _ALIGNED = 16  # bytes of a pointer, and units of an integer, that Triton looks at
@@ -38,10 +42,13 @@ def launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **argume
         grid: of programs.
         options: of the compiler, such as `num_warps`; the same in all launches of a kernel.
         arguments: all of the kernel's, by name.
+
+    Raises:
+        CompilationError: the kernel cannot be compiled here; nothing was launched.
     """
     global _usable
     if not _usable or not isinstance(kernel, triton.JITFunction):
-        kernel[grid](**arguments, **options)
+        _launch_ordinary(kernel, grid, options, arguments, id(kernel))
         return
     found = _parameters.get(id(kernel))
     if found is None:
@@ -68,9 +75,38 @@ def launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **argume
             _usable = False
         else:
             return
-    compiled = kernel[grid](**arguments, **options)
+    compiled = _launch_ordinary(kernel, grid, options, arguments, key)
     if compiled is not None:
         _compiled[key] = compiled
+
+
+def _launch_ordinary(
+    kernel: Any,
+    grid: tuple[int, ...],
+    options: dict[str, Any],
+    arguments: dict[str, Any],
+    key: Hashable,
+) -> Any:
+    """Compile a kernel and launch it; one that has failed under this key is not tried again."""
+    if key in failed_kernels:
+        raise CompilationError(failed_kernels[key])
+    try:
+        return kernel[grid](**arguments, **options)
+    except Exception as error:
+        if not _is_of_compiler(error):
+            raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        failed_kernels[key] = f"Triton {triton.__version__} cannot compile {name}: {reason[-1]}"
+        raise CompilationError(failed_kernels[key]) from error
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Return whether Triton, LLVM, ptxas or the C compiler has failed, and nothing has run."""
+    if isinstance(error, TritonError | OSError | subprocess.SubprocessError):
+        return True
+    # LLVM's passes, and "Failed to find C compiler". A kernel that fails while it runs says CUDA.
+    return isinstance(error, RuntimeError) and "CUDA" not in str(error)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.numerics.kernels.scratch import FINGERPRINTS, WORDS, Scratch
 from metis_hf.numerics.kernels.triton_direct import cdiv, launch
 from metis_hf.numerics.kernels.triton_numbers import bits_of, hash_bits
@@ -71,12 +72,12 @@ def hash_both(
     tl.store(out_ptr + place, word)
 
 
-def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
-    """See `noise.uniform`; at most 2^31 - 1 elements, none without."""
+def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor | None:
+    """See `noise.uniform`; at most 2^31 - 1 elements, none without. None: no kernel does it."""
     out = torch.empty(shape, dtype=torch.float32, device=device)
     count, width = out.numel(), shape[-1] if shape else 1
     word0, word1 = noise.static_words(key)
-    with torch.cuda.device_of(out):
+    with or_reference, torch.cuda.device_of(out):
         launch(
             draw,
             (cdiv(count, _TILE),),
@@ -89,26 +90,28 @@ def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
             width=width,
             TILE=_TILE,
         )
-    return out
+        return out
+    return None
 
 
-def fingerprint(x: Tensor) -> Tensor:
-    """See `noise.fingerprint`; x is not empty, of a dtype in `DTYPES`."""
+def fingerprint(x: Tensor) -> Tensor | None:
+    """See `noise.fingerprint`; x is not empty, of a dtype in `DTYPES`. None: no kernel does it."""
     given = _contiguous(x)
     out = torch.empty((), dtype=torch.int32, device=x.device)
-    with torch.cuda.device_of(out):
+    with or_reference, torch.cuda.device_of(out):
         sizes = {"count": given.numel(), "SAMPLES": noise.SAMPLES}
         launch(hash_samples, (1,), {}, x_ptr=given, out_ptr=out, **sizes)
-    return out
+        return out
+    return None
 
 
 def fingerprints(
     x: Tensor, other: Tensor, added: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Scratch]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Scratch] | None:
     """See `noise.fingerprints`."""
     x, other = _contiguous(x), _contiguous(other)
     out = torch.empty(WORDS, dtype=torch.int32, device=x.device)
-    with torch.cuda.device_of(out):
+    with or_reference, torch.cuda.device_of(out):
         launch(
             hash_both,
             (1,),
@@ -122,8 +125,9 @@ def fingerprints(
             SAMPLES=noise.SAMPLES,
             WORDS=WORDS,
         )
-    first, second, both, plain = out[:FINGERPRINTS].unbind()
-    return first, second, both, plain, Scratch(out)
+        first, second, both, plain = out[:FINGERPRINTS].unbind()
+        return first, second, both, plain, Scratch(out)
+    return None
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, low_rank, pack, pack_with_values, unpack
 from metis_hf.numerics.kernels.layout import Low
+from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.operands.conditioner import (
     Conditioner,
     Encoded,
@@ -87,10 +88,12 @@ class Spectral(Conditioner):
         a, lam, v, _ = self._find(x, key=key, row_mask=row_mask)
         options: dict[str, Any] = {"dim": dim, "key": key.fold(3), "dtype": dtype}
         kernels = self._kernels(quantizer, lam, dim, (x.shape[0], x.shape[1]))
-        if kernels is not None:
-            packed, low = _pack_factors(a, lam, v, quantizer, dim, key, dtype)
+        given_factors = (a, lam, v, quantizer, dim, key, dtype)
+        if kernels is not None and (known := _pack_factors(*given_factors)) is not None:
+            packed, low = known
             given = {"scaled": True, "low": packed}
-            return kernels.fake_quantize(x.detach(), quantizer, **given, **options)[0], low
+            with or_reference:
+                return kernels.fake_quantize(x.detach(), quantizer, **given, **options)[0], low
         low, dense, exact = self._quantize_factors(a, lam, v, quantizer, dim, key)
         return quantizer(x, minus=exact, plus=dense, **options), low
 
@@ -120,12 +123,16 @@ class Spectral(Conditioner):
         a, lam, v, found = self._find(x, key=key, row_mask=row_mask)
         shape = (x.shape[0], x.shape[1])
         kernels = self._kernels(quantizer, lam, dim, shape)
-        if kernels is not None:
-            packed, low = _pack_factors(a, lam, v, quantizer, dim, key, dtype or lam.dtype)
+        given_factors = (a, lam, v, quantizer, dim, key, dtype or lam.dtype)
+        if kernels is not None and (known := _pack_factors(*given_factors)) is not None:
+            packed, low = known
             given: dict[str, Any] = {"dim": dim, "dtype": dtype, "scaled": True, "low": packed}
-            rest, values = kernels.pack_with_values(x.detach(), quantizer, key=key.fold(3), **given)
-            tensors = (*rest, *packed.left, *packed.right, lam)
-            return Encoded(tensors, low, found=found, values=values)
+            with or_reference:
+                rest, values = kernels.pack_with_values(
+                    x.detach(), quantizer, key=key.fold(3), **given
+                )
+                tensors = (*rest, *packed.left, *packed.right, lam)
+                return Encoded(tensors, low, found=found, values=values)
         factors = (
             *pack(a, quantizer, dim=dim, key=key.fold(1)),
             *pack(v.T, quantizer, dim=dim, key=key.fold(2)),
@@ -151,9 +158,10 @@ class Spectral(Conditioner):
         kernels = self._kernels(quantizer, lam, dim, shape) if encoded.dense is None else None
         if kernels is not None:
             left, right = encoded.factors
-            options |= {"scaled": True, "low": Low(left, lam, right)}
-            x_hat: Tensor = kernels.unpack(encoded.packed, quantizer, **options)
-            return x_hat
+            given = {"scaled": True, "low": Low(left, lam, right)}
+            with or_reference:
+                x_hat: Tensor = kernels.unpack(encoded.packed, quantizer, **given, **options)
+                return x_hat
         dense = encoded.dense
         if dense is None:
             low = encoded.low or self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
@@ -267,13 +275,13 @@ class Spectral(Conditioner):
 
 def _pack_factors(
     a: Tensor, lam: Tensor, v: Tensor, quantizer: Quantizer, dim: int, key: Key, dtype: torch.dtype
-) -> tuple[Low, LowRank]:
-    """Return the packed factors, and their values in the dtype of the GEMM."""
+) -> tuple[Low, LowRank] | None:
+    """Return the packed factors, and their values in the dtype of the GEMM; None: no kernel can."""
     options: dict[str, Any] = {"dim": dim, "dtype": dtype, "scaled": True}
     left, a_hat = pack_with_values(a, quantizer, key=key.fold(1), **options)
     right, vh_hat = pack_with_values(v.T, quantizer, key=key.fold(2), **options)
-    assert a_hat is not None
-    assert vh_hat is not None
+    if a_hat is None or vh_hat is None:
+        return None
     return Low(left, lam, right), LowRank(a_hat, lam, vh_hat)
 
 

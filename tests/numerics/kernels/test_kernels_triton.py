@@ -28,7 +28,8 @@ compiles = pytest.mark.skipif(
     reason="triton is not installed, or TRITON_INTERPRET=1: it compiles nothing",
 )
 CASES = ("triton", "call", "epilogue", "sums", "projection", "rotation", "basis", "low_rank")
-WHOLE = "call or epilogue or sums or projection or rotation or basis or low_rank"
+CASES += ("failing",)
+WHOLE = "call or epilogue or sums or projection or rotation or basis or low_rank or failing"
 SOME = f"(normal or nan or wide) and not subnormal or {WHOLE}"  # where not all run
 
 

@@ -124,6 +124,44 @@ def test_after_a_failure_launches_are_ordinary(notes) -> None:
     assert not notes.direct
 
 
+def test_a_kernel_that_cannot_be_compiled_is_tried_once(notes, monkeypatch) -> None:
+    """The reason is kept for each form of it; other forms are tried."""
+    from metis_hf.numerics.kernels import choice
+
+    choice.forget_failures()
+    tried = []
+
+    def refuse(*values, **options) -> None:
+        tried.append(options)
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(notes, "run", refuse)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"cannot compile add_rows: Failed to find C comp"):
+            launch()
+    assert len(tried) == 1
+    with pytest.raises(RuntimeError, match="cannot compile add_rows"):
+        launch(columns=33)
+    assert len(tried) == 2
+    choice.forget_failures()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), TypeError("x")],
+)
+def test_failures_of_running_kernels_are_not_taken_for_the_compiler(
+    notes, monkeypatch, error
+) -> None:
+    def fail(*values, **options) -> None:
+        raise error
+
+    monkeypatch.setattr(notes, "run", fail)
+    with pytest.raises(type(error), match=str(error)[:6]) as caught:
+        launch()
+    assert caught.value is error
+
+
 def test_other_releases_are_left_alone(notes, monkeypatch) -> None:
     import triton
 

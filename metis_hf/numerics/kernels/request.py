@@ -1,0 +1,91 @@
+"""The kernels that were asked for, and those that failed to compile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+KERNELS = ("reference", "compiled", "triton")
+ENVIRONMENT = "METIS_KERNELS"
+
+failed_kernels: dict[Hashable, str] = {}  # of Triton, and why
+_chosen: str | None = os.environ.get(ENVIRONMENT) or None  # None: automatic
+_warned: set[str] = set()
+
+
+class CompilationError(RuntimeError):
+    """Raised where kernels could not be compiled or loaded."""
+
+
+def requested() -> str | None:
+    """Return the kernels that were asked for; None: the choice is automatic.
+
+    Raises:
+        ValueError: they do not exist.
+    """
+    _check(_chosen)
+    return _chosen
+
+
+@contextlib.contextmanager
+def use_kernels(kernels: str | None) -> Iterator[None]:
+    """Choose the implementation inside a `with` block, for all threads of the process.
+
+    Args:
+        kernels: "reference", "compiled", "triton", or None for the automatic choice.
+
+    Raises:
+        ValueError: another name.
+    """
+    global _chosen
+    _check(kernels)
+    before, _chosen = _chosen, kernels
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def _check(kernels: str | None) -> None:
+    if kernels is not None and kernels not in KERNELS:
+        raise ValueError(
+            f"kernels {kernels!r} do not exist; choose one of {', '.join(KERNELS)} "
+            f"(in the environment variable {ENVIRONMENT} too)"
+        )
+
+
+class _OrReference:
+    """Goes on behind a block in which a Triton kernel failed to compile, with a warning.
+
+    Where kernels were asked for the error is raised.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> bool:
+        if kind is None or not issubclass(kind, CompilationError) or _chosen is not None:
+            return False
+        warn_once(
+            f"the reference takes over from a kernel, more slowly, with the same numbers: {error}"
+        )
+        return True
+
+
+or_reference = _OrReference()
+
+
+def forget_warnings() -> None:
+    """Try failed kernels again at the next call, and repeat warnings that were given before."""
+    failed_kernels.clear()
+    _warned.clear()
+
+
+def warn_once(message: str) -> None:
+    """Warn, unless this was said before."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=5)
