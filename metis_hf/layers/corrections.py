@@ -29,16 +29,18 @@ def correct(
     error: Tensor,
     other: tuple[Tensor, Tensor, Tensor],
     *,
+    on_right: bool = False,
     key: Key,
     dtype: torch.dtype,
 ) -> None:
     """Add to a GEMM's output [m p], in place, what rounding took off one of its operands.
 
     Args:
-        out: [m p]; transposed where that operand is the one on the right, as is `error`.
+        out: [m p]
         quantizer: the operand's.
         error: what rounding took off it [m n].
         other: the low-rank part of the other operand [n p]: [n k], lengths [k], [k p].
+        on_right: whether it is the operand on the right; out is [p m] then.
         key: noise key of the coordinates.
         dtype: of the GEMM.
     """
@@ -46,7 +48,9 @@ def correct(
     # [m n] @ [n k] -> [m k]
     coordinates = multiply_columns(error.to(dtype) @ near.to(dtype), lengths, key.scratch)
     left = quantizer(coordinates, dim=-1, key=key, dtype=dtype)
-    out.addmm_(left, far.to(dtype))  # [m k] @ [k p] -> [m p]
+    factors = left, far.to(dtype)  # [m k] @ [k p] -> [m p]
+    # Not in place in out.T: a compiler would write it, and all that is made of it, transposed.
+    out.addmm_(*((factors[1].T, factors[0].T) if on_right else factors))
 
 
 def by_rows(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:

@@ -100,7 +100,7 @@ class GemmPlan:
             self._correct(y, Role.FPROP_INPUT, x_hat.error(x), by_columns(w_hat))
         if Role.FPROP_WEIGHT in corrected:
             error = w_hat.error(self._exact_weight(params))
-            self._correct(y.T, Role.FPROP_WEIGHT, error, by_columns(x_hat))
+            self._correct(y, Role.FPROP_WEIGHT, error, by_columns(x_hat), on_right=True)
         if last is None:
             finish_product(y, bias=bias)
         return y
@@ -115,7 +115,7 @@ class GemmPlan:
             self._correct(dx, Role.DGRAD_GRAD_OUTPUT, d_hat.error(dy), by_rows(w_hat))
         if Role.DGRAD_WEIGHT in corrected:
             error = w_hat.error(self._exact_weight(params)).T
-            self._correct(dx.T, Role.DGRAD_WEIGHT, error, by_columns(d_hat))
+            self._correct(dx, Role.DGRAD_WEIGHT, error, by_columns(d_hat), on_right=True)
         return dx
 
     def wgrad(self, dy: Tensor, d_hat: Quantized, x_hat: Quantized) -> Tensor:
@@ -136,13 +136,20 @@ class GemmPlan:
         return self.weight.dense([p.detach() for p in params])
 
     def _correct(
-        self, out: Tensor, role: Role, error: Tensor, other: tuple[Tensor, Tensor, Tensor]
+        self,
+        out: Tensor,
+        role: Role,
+        error: Tensor,
+        other: tuple[Tensor, Tensor, Tensor],
+        *,
+        on_right: bool = False,
     ) -> None:
         """Add the second term of the operand at `role`; see `corrections.correct`."""
         _, operand = self.resolve(role)
         assert operand.quantizer is not None
         key = self.keys.of_correction(role)
-        correct(out, operand.quantizer, error, other, key=key, dtype=self.dtype)
+        options: dict[str, Any] = {"on_right": on_right, "key": key, "dtype": self.dtype}
+        correct(out, operand.quantizer, error, other, **options)
 
     def matrix_operand(self, role: Role, x: Tensor) -> Quantized:
         """Return x_hat or dy_hat, for the GEMM that `role` names."""

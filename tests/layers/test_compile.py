@@ -226,6 +226,23 @@ def test_recompilations_are_bounded(scheme):
 
 
 @pytest.mark.slow
+def test_results_lie_in_memory_as_in_eager_mode():
+    """Attention, for one, adds up in another order what lies transposed."""
+    layer, g = layer_of("metis", i=64, o=48)[1], torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 32, 64, generator=g), torch.randn(2, 32, 48, generator=g)
+
+    def run(function):
+        layer.weight.grad, given = None, x.clone().requires_grad_()
+        y = function(given)
+        y.backward(dy)
+        return [y.detach(), given.grad, layer.weight.grad]
+
+    found, wanted = run(torch.compile(layer, backend="aot_eager", fullgraph=True)), run(layer)
+    assert all(map(torch.equal, found, wanted))
+    assert [each.stride() for each in found] == [each.stride() for each in wanted]
+
+
+@pytest.mark.slow
 def test_a_switch_of_precision_recompiles_once_and_is_right():
     model = model_for("nvidia")
     ids = batch(2, 24)
