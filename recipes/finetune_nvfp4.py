@@ -14,7 +14,6 @@ each text to measure on. docs/finetuning.md says which to take.
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import sys
 from contextlib import ExitStack
@@ -35,7 +34,6 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, Trainer, T
 from metis_hf import MetisCallback, MetisConfig, MetisTrainer, calibrate, get_metis_model
 from metis_hf.data.chat import check_vocabulary, chunked_sequences, first_sequences
 from metis_hf.data.chunked import causal_batch
-from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.deploy import export_checkpoint
 from metis_hf.deploy.packed import load_deployed, load_packed
 from metis_hf.deploy.source import check_packable
@@ -43,6 +41,7 @@ from metis_hf.lab.compare.training import whole_batches
 from metis_hf.lab.cost import meta_model
 from metis_hf.lab.finetune_table import Measured, Outcome, different_code, losses, markdown_tables
 from metis_hf.lab.rank_memory import Workload
+from metis_hf.lab.smoke import smoke_model
 from metis_hf.lab.store import Store, numerics_digest
 from metis_hf.lab.training_plan import plan_training, print_plan
 from metis_hf.schemes import scheme_info
@@ -125,24 +124,6 @@ def parts(text: str | None) -> list[str]:
 
 
 # ---- model and data -----------------------------------------------------------------------------
-
-
-def smoke_model(directory: Path, *, write: bool = True) -> tuple[str, str]:
-    """Write a tiny model with its tokenizer, and texts; return the two paths."""
-    path, data = directory / "smoke-model", directory / "smoke.jsonl"
-    if write:
-        directory.mkdir(parents=True, exist_ok=True)
-        texts = stdlib_documents()[:40]
-        tokenizer = train_tokenizer(texts, vocab_size=512)
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-            num_attention_heads=2, initializer_range=0.08,
-        )  # fmt: skip
-        transformers.LlamaForCausalLM(config).save_pretrained(path)
-        tokenizer.save_pretrained(path)
-        data.write_text("".join(json.dumps({"text": x.text[:2000]}) + "\n" for x in texts))
-    return str(path), str(data)
 
 
 def load_data(a: Arguments, tokenizer: Any) -> tuple[Tensor, dict[str, Tensor]]:
