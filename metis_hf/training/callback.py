@@ -2,8 +2,8 @@
 
 It checks model and optimizer at the start, names layers that the first step does not call,
 decomposes split weights again, does what schemes with a state need after each step, and measures
-spectral health and quantization noise: means go to Trainer's own logs (a summary to the console),
-figures of each layer to `metis_health.jsonl`. Trainer's log entries go to `metis_log.jsonl`.
+spectral health and quantization noise: six means go to Trainer's own logs, figures of each layer
+to `metis_health.jsonl`. Trainer's log entries go to `metis_log.jsonl`.
 `metis-hf report` makes a page of these files.
 """
 
@@ -29,11 +29,11 @@ from metis_hf.training.calibration import (
     scales_are_begun,
     scales_are_fixed,
 )
-from metis_hf.training.console import summarize, summary
-from metis_hf.training.gradient_noise import noise_ratios
+from metis_hf.training.console import calling_handler, put_first
 from metis_hf.training.health import (
+    DETAILS,
     LayerProbe,
-    group_means,
+    logged_health,
     nonfinite_layers,
     split_health,
     weight_health,
@@ -42,7 +42,6 @@ from metis_hf.training.layer_states import after_step, check_states
 from metis_hf.training.refresh import check_moments, interval_of, refresh, refreshed
 from metis_hf.training.resume import ResumeGuard, trained_config
 from metis_hf.training.run_record import (
-    HEALTH_FILE,
     append_log,
     append_record,
     describe_run,
@@ -65,6 +64,8 @@ logger = logging.get_logger(__name__)
 class MetisCallback(ResumeGuard):
     """Refreshes weight decompositions and logs spectral health; pass the class or an instance.
 
+    Trainer calls it before its reporters, so that they see health too.
+
     A checkpoint that another scheme wrote is refused, see `resume.ResumeGuard`.
 
     Args:
@@ -76,6 +77,9 @@ class MetisCallback(ResumeGuard):
         freeze_scales: optimizer steps after which static tensor scales are fixed at what training
             has seen ("w4a4" that was not calibrated); None leaves them as they are. As long as a
             layer has seen no input, such as an expert without tokens, it waits for the next step.
+        health_details: what is logged beside the six means over all layers: "kinds", each statistic
+            of each tensor as a mean over the layers of a kind, about 150 figures; "layers", each of
+            each layer; None, nothing more. The health file has all of it anyway.
     """
 
     def __init__(
@@ -83,7 +87,12 @@ class MetisCallback(ResumeGuard):
         health_interval: int = 100,
         refresh_interval: int | None = None,
         freeze_scales: int | None = None,
+        health_details: str | None = None,
     ) -> None:
+        if health_details not in (None, *DETAILS):
+            raise ValueError(
+                f"health_details={health_details!r}; choose one of {', '.join(DETAILS)}, or None"
+            )
         for name, value, least in (
             ("health_interval", health_interval, 0),
             ("refresh_interval", refresh_interval, 0),
@@ -94,7 +103,7 @@ class MetisCallback(ResumeGuard):
         self.health_interval = health_interval
         self.refresh_interval = refresh_interval
         self.freeze_scales = freeze_scales
-        self._bound = False
+        self.health_details = health_details
         self._model: nn.Module = nn.Identity()
         self._layers: dict[str, MetisLayer] = {}
         self._probe = LayerProbe()
@@ -114,22 +123,11 @@ class MetisCallback(ResumeGuard):
 
     def state(self) -> dict[str, Any]:
         """Return the entry of this callback in trainer_state.json."""
-        names = ("health_interval", "refresh_interval", "freeze_scales")
+        names = ("health_interval", "refresh_interval", "freeze_scales", "health_details")
         return {**super().state(), "args": {name: getattr(self, name) for name in names}}
 
     def bind(self, trainer: Any) -> MetisCallback:
-        """Move this callback before the reporters of `trainer`, so that they see health too.
-
-        MetisTrainer does it by itself. Trainer calls its reporters before any callback of a user's,
-        and gives callbacks no way to reach it.
-        """
-        callbacks = trainer.callback_handler.callbacks
-        if callbacks[:1] != [self]:
-            if self in callbacks:
-                callbacks.remove(self)
-            summarize(callbacks)
-            callbacks.insert(0, self)
-        self._bound = True
+        """Keep records beside the checkpoints of a search's trial, as MetisTrainer has it done."""
         trial = getattr(trainer, "_trial", None)
         self._trial_directory = None if trial is None else Path(trainer._get_output_dir(trial))
         return self
@@ -154,6 +152,8 @@ class MetisCallback(ResumeGuard):
                 parallelism.
         """
         assert model is not None
+        if (handler := calling_handler(self)) is not None:
+            put_first(self, handler, details=self.health_details is not None)
         self._model = model
         self._layers = dict(metis_layers(model))
         if not self._layers:
@@ -194,7 +194,6 @@ class MetisCallback(ResumeGuard):
                 'scales; convert it with scheme "w4a4" or "w4a16", or leave freeze_scales out'
             )
         self._freeze_at, self._unseen = self._first_step_to_freeze(model, state), None
-        self._warn_of_reporters(args)
         if args.torch_compile:
             check_compilation(self._layers)
             logger.warning(
@@ -350,7 +349,7 @@ class MetisCallback(ResumeGuard):
                 else "health_interval=0 measures no step that would name the layer",
             )
         if self._pending:
-            logs.update(self._pending if self._bound else summary(self._pending))
+            logs.update(self._pending)
             state.log_history[-1].update(self._pending)
             self._pending = {}
 
@@ -358,16 +357,6 @@ class MetisCallback(ResumeGuard):
         """Return the directory of records: beside the checkpoints, also in a search's trial."""
         assert args.output_dir is not None  # Trainer fills it in
         return self._trial_directory or Path(args.output_dir)
-
-    def _warn_of_reporters(self, args: TrainingArguments) -> None:
-        reporters = [name for name in args.report_to or () if name != "none"]
-        if reporters and self.health_interval and not self._bound:
-            logger.warning(
-                "%s: Trainer calls its reporters before this callback, so spectral health reaches "
-                "the console, log_history and %s only. Use MetisTrainer, or callback.bind(trainer)",
-                ", ".join(reporters),
-                HEALTH_FILE,
-            )
 
     def _refresh(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Refresh, and note of which layers, and what changed where health is measured at all."""
@@ -390,8 +379,8 @@ class MetisCallback(ResumeGuard):
         bad = nonfinite_layers(per_layer)
         if bad:
             logger.warning("step %d: NaN or inf in %s", state.global_step, some(bad, 3))
-        means = group_means(per_layer) | noise_ratios(self._probe.noise)
-        self._pending.update({f"metis/{name}": value for name, value in means.items()})
+        found = logged_health(per_layer, self._probe.noise, self.health_details)
+        self._pending.update({f"metis/{name}": value for name, value in found.items()})
         self._pending["metis/nonfinite_tensors"] = float(len(bad))
         self._record["layers"] = per_layer
         if self._probe.noise:

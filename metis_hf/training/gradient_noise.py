@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -84,16 +84,19 @@ def signal_to_noise(norms: Sequence[GradientNoise]) -> float | None:
     return gradient / (THRESHOLD * math.hypot(*(n.noise_norm for n in norms)))
 
 
-def noise_ratios(per_layer: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def noise_ratios(
+    per_layer: Mapping[str, Sequence[float]], group: Callable[[str], str] = group_of
+) -> dict[str, float]:
     """Return "noise/<group>/ratio" for each group of layers, and "noise/ratio" for all of them.
 
     Args:
         per_layer: layer name -> (gradient norm, noise norm), as in the health file.
+        group: layer name -> name of its group.
     """
     groups: dict[str, list[GradientNoise]] = {}
     for name, norms in per_layer.items():
-        groups.setdefault(group_of(name), []).append(GradientNoise(*norms))
-    ratios = {f"noise/{group}/ratio": signal_to_noise(norms) for group, norms in groups.items()}
+        groups.setdefault(group(name), []).append(GradientNoise(*norms))
+    ratios = {f"noise/{name}/ratio": signal_to_noise(norms) for name, norms in groups.items()}
     ratios["noise/ratio"] = signal_to_noise(list(itertools.chain(*groups.values())))
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 

@@ -16,6 +16,7 @@ narrowing: its residual is the rounding of fp32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,11 +30,17 @@ from metis_hf.numerics import Quantizer, sqnr_db
 from metis_hf.operands import Operand, Spectral, SplitWeight
 from metis_hf.schemes import Role
 from metis_hf.shared.layer_names import group_of
-from metis_hf.training.gradient_noise import GradientNoise, weight_gradient_noise
+from metis_hf.training.gradient_noise import GradientNoise, noise_ratios, weight_gradient_noise
 from metis_hf.transforms import spectral_split
 
 Stats = dict[str, float]
 TENSORS = ("weight", "activation", "gradient")
+# Means over all layers in every log: what to watch. Details are logged by choice.
+LOGGED = (
+    "weight/sqnr_db", "activation/sqnr_db", "gradient/sqnr_db",
+    "activation/stable_rank", "gradient/zeroed", "noise/ratio",
+)  # fmt: skip
+DETAILS = ("kinds", "layers")
 _POWER_STEPS = 12
 
 
@@ -307,25 +314,48 @@ def plan_of_call(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch
     return GemmPlan(layer.active_scheme(), layer.weight_form, dtype, keys, mask, state=state)
 
 
-def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
+def logged_health(
+    per_layer: dict[str, dict[str, Stats]],
+    noise: dict[str, GradientNoise],
+    details: str | None = None,
+) -> Stats:
+    """Return figures for a log: means over all layers, of `LOGGED`, and details if asked for.
+
+    Args:
+        per_layer: layer -> tensor kind -> statistics.
+        noise: layer -> norms of its weight gradient and of the noise in it.
+        details: "kinds" adds "<tensor>/<kind>/<statistic>", means over the layers of a kind, and
+            "noise/<kind>/ratio"; "layers" adds both for each layer, under its name.
+    """
+    overall = group_means(per_layer, lambda name: "") | noise_ratios(noise)
+    found = {name: overall[name] for name in LOGGED if name in overall}
+    if details is not None:
+        group = group_of if details == "kinds" else str
+        found |= group_means(per_layer, group) | noise_ratios(noise, group)
+    return found
+
+
+def group_means(
+    per_layer: dict[str, dict[str, Stats]], group: Callable[[str], str] = group_of
+) -> Stats:
     """Return means over the layers of a group, named "<tensor>/<group>/<statistic>".
 
-    A group is the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ... A
+    By default a group is the last part of a layer's name that is no index: q_proj, c_attn, ... A
     mean is NaN where a layer of the group has NaN or inf, of which it was not measured.
     """
-    groups: dict[str, list[Stats]] = {}
+    groups: dict[tuple[str, str], list[Stats]] = {}
     for name, kinds in per_layer.items():
         for kind, stats in kinds.items():
-            groups.setdefault(f"{kind}/{group_of(name)}", []).append(stats)
+            groups.setdefault((kind, group(name)), []).append(stats)
     means = {}
-    for group, members in groups.items():
+    for parts, members in groups.items():
         for stat in dict.fromkeys(stat for stats in members for stat in stats):
             values = [
                 stats.get(stat, math.nan)
                 for stats in members
                 if stat in stats or stats.get("nonfinite", 0) > 0
             ]
-            means[f"{group}/{stat}"] = sum(values) / len(values)
+            means["/".join(filter(None, (*parts, stat)))] = sum(values) / len(values)
     return means
 
 

@@ -1,4 +1,4 @@
-"""MetisTrainer: the stock Trainer with one-record logging and the right weight decay."""
+"""MetisTrainer: the stock Trainer with a MetisCallback and the right weight decay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from metis_hf.training.resume import guard_loading
 class MetisTrainerMixin:
     """For Trainer and its subclasses: `class MySFTTrainer(MetisTrainerMixin, SFTTrainer)`.
 
-    - Spectral health reaches every reporter (TensorBoard, W&B, ...) in the record of its step.
+    - It brings a `MetisCallback` where none is given, and keeps its records beside the checkpoints
+      of a search's trial.
     - A run that is resumed from its last checkpoint is at its end, and makes no further step.
     - Weight decay applies to s and the residual, which is decay of the represented weight; u and vh
       are left out, since their decay would shrink the low-rank part three times as fast.
@@ -42,7 +43,6 @@ class MetisTrainerMixin:
             added = MetisCallback()
             handler.add_callback(added)
             added.on_init_end(None, None, None, model=getattr(self, "model", None))
-        self._bind_callbacks()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make the model of a run, which refuses a checkpoint in another form of weights."""

@@ -110,7 +110,7 @@ def test_trainer_trains_the_adapter_and_nothing_else(tmp_path):
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert history[-1]["loss"] < history[0]["loss"]
-    assert "metis/weight/q_proj/stable_rank" in history[0]
+    assert "metis/weight/sqnr_db" in history[0]
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
     changed = {k for k, v in model.state_dict().items() if not torch.equal(v, start[k])}
     assert changed == {k for k in start if "lora_" in k}

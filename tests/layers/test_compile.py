@@ -306,7 +306,7 @@ def test_trainer(scheme, tmp_path):
     assert [entry["loss"] for entry in measured] == pytest.approx(
         [entry["loss"] for entry in expected], abs=MEASURED_LOSS
     )
-    assert ["metis/weight/o_proj/stable_rank" in entry for entry in measured] == [1, 0, 0, 1]
+    assert ["metis/weight/sqnr_db" in entry for entry in measured] == [1, 0, 0, 1]
 
 
 @pytest.mark.slow

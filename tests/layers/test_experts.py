@@ -22,8 +22,8 @@ from metis_hf import (
     to_dense,
 )
 from metis_hf.numerics import fake_quantize
-from metis_hf.training.callback import HEALTH_FILE
 from metis_hf.training.health import group_means
+from metis_hf.training.run_record import HEALTH_FILE
 
 # Relative to the largest value, in fp32: sums of at most INNER terms, or over experts, reordered.
 ORDER_TOLERANCE = 2e-6
@@ -279,7 +279,7 @@ def test_callback_with_experts_that_see_no_token(tmp_path):
             disable_tqdm=True,
         ),
         train_dataset=rows,
-        callbacks=[MetisCallback(health_interval=2)],
+        callbacks=[MetisCallback(health_interval=2, health_details="kinds")],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -20,7 +19,17 @@ from metis_hf import (
 from metis_hf.lab.health_page import findings
 from metis_hf.lab.run_records import read_run
 from metis_hf.training.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, describe_run
-from training.trainer_tools import arguments, converted, lines, losses, one_block, rows, trainer
+from training.trainer_tools import (
+    arguments,
+    converted,
+    lines,
+    losses,
+    metis_values,
+    one_block,
+    records,
+    rows,
+    trainer,
+)
 
 STATS = {
     "nonfinite",
@@ -36,7 +45,7 @@ STATS = {
 @pytest.mark.parametrize(("scheme", "split"), [("bf16", False), ("nvidia", False), ("metis", True)])
 def test_health_reaches_the_logs_and_the_file(tmp_path, scheme, split):
     model = converted(scheme, split_weight=split)
-    made = trainer(tmp_path, model, [MetisCallback(health_interval=2)])
+    made = trainer(tmp_path, model, [MetisCallback(health_interval=2, health_details="kinds")])
     made.train()
     measured = [e for e in made.state.log_history if "metis/nonfinite_tensors" in e]
     assert [entry["step"] for entry in measured] == [1, 2, 4]
@@ -54,6 +63,27 @@ def test_health_reaches_the_logs_and_the_file(tmp_path, scheme, split):
     assert set(records[0]["layers"]) == {name for name, _ in metis_layers(model)}
 
 
+@pytest.mark.parametrize(
+    ("scheme", "left_out"), [("metis", ()), ("bf16", ("sqnr", "zero", "noise"))]
+)
+def test_six_means_over_all_layers_are_logged_by_default(tmp_path, scheme, left_out):
+    """And no more; each is the mean of the figures that the health file has layer by layer."""
+    made = trainer(tmp_path, converted(scheme), [MetisCallback(health_interval=1)], max_steps=1)
+    made.train()
+    found = metis_values(made.state.log_history[0])
+    assert found.pop("metis/nonfinite_tensors") == 0
+    ratio = found.pop("metis/noise/ratio", None)
+    layers = lines(tmp_path, HEALTH_FILE)[0]["layers"].values()
+    means = {}
+    for name in ("weight/sqnr_db", "activation/sqnr_db", "gradient/sqnr_db",
+                 "activation/stable_rank", "gradient/zeroed"):  # fmt: skip
+        tensor, statistic = name.split("/")
+        if scheme == "metis" or statistic == "stable_rank":
+            means[f"metis/{name}"] = sum(one[tensor][statistic] for one in layers) / len(layers)
+    assert found == pytest.approx(means)
+    assert (ratio is None) == (scheme == "bf16")
+
+
 class Console(transformers.TrainerCallback):
     """Notes what it is given."""
 
@@ -68,37 +98,38 @@ class Screen(Console, transformers.PrinterCallback):
     """In the place of Trainer's printer."""
 
 
-def test_console_gets_a_summary_of_an_unbound_callback(tmp_path):
-    made = trainer(tmp_path, converted("nvfp4"), [MetisCallback(health_interval=3)], max_steps=3)
-    console = Screen()
-    made.add_callback(console)
-    made.train()
-    names = {f"metis/{tensor}/sqnr_db" for tensor in ("weight", "activation", "gradient")}
-    names |= {"metis/nonfinite_tensors"}
-    assert [set(seen) for seen in console.seen[:3]] == [names, set(), names]
-    record = made.state.log_history[0]
-    groups = [v for k, v in record.items() if re.fullmatch(r"metis/weight/\w+/sqnr_db", k)]
-    assert len(groups) == 7
-    assert console.seen[0]["metis/weight/sqnr_db"] == pytest.approx(sum(groups) / 7)
-
-
 @pytest.mark.parametrize("cls", [transformers.Trainer, MetisTrainer])
-def test_reporters_get_all_and_the_console_a_summary(tmp_path, cls):
-    """Whether the callback was given or MetisTrainer added it; a reporter may follow it."""
+@pytest.mark.parametrize("details", [None, "kinds", "layers"])
+def test_reporters_get_details_and_the_console_means(tmp_path, cls, details):
+    """In a plain Trainer too; reporters stand before the callback, and may follow the console."""
     reporter, console, later = Console(), Screen(), Console()
-    given = [reporter] if cls is MetisTrainer else [MetisCallback(health_interval=1), reporter]
-    made = cls(
-        converted("nvfp4"), arguments(tmp_path, max_steps=1), train_dataset=rows(8), callbacks=given
-    )
-    callbacks = made.callback_handler.callbacks
-    printers = (n for n, c in enumerate(callbacks) if isinstance(c, transformers.PrinterCallback))
-    callbacks.insert(next(printers), console)
-    next(one for one in callbacks if isinstance(one, MetisCallback)).bind(made)
+    given = [reporter, MetisCallback(health_interval=2, health_details=details)]
+    made = trainer(tmp_path, converted("nvfp4"), given, cls, max_steps=3)
+    made.add_callback(console)
     made.add_callback(later)
     made.train()
-    assert len(reporter.seen[0]) > 100
-    assert len(console.seen[0]) == 4
-    assert later.seen[0] == reporter.seen[0]
+    assert [len(seen) for seen in console.seen[:3]] == [7, 7, 0]
+    assert len(reporter.seen[0]) > (100 if details else 6)
+    assert later.seen == reporter.seen
+    last = records(made)[1]
+    assert reporter.seen[1] == metis_values(last)
+    if details:
+        assert ("metis/weight/q_proj/sqnr_db" in last) == (details == "kinds")
+        assert ("metis/weight/model.layers.0.mlp.up_proj/sqnr_db" in last) == (details == "layers")
+
+
+def test_a_callback_that_is_added_last_shows_one_bar(tmp_path, capsys):
+    """Behind Trainer's own progress bar, which it goes before while the run begins."""
+    made = transformers.Trainer(
+        converted("nvfp4"), arguments(tmp_path, max_steps=1, disable_tqdm=False),
+        train_dataset=rows(8),
+    )  # fmt: skip
+    made.add_callback(MetisCallback(health_interval=1, health_details="kinds"))
+    made.train()
+    shown = capsys.readouterr()
+    assert shown.err.count("0/1 [") == 1
+    assert "metis/weight/sqnr_db" in shown.out + shown.err
+    assert "q_proj" not in shown.out + shown.err
 
 
 def test_measuring_changes_nothing(tmp_path):
@@ -175,9 +206,8 @@ def test_one_callback_in_two_trainers(tmp_path):
     callback, model = MetisCallback(health_interval=1), converted("nvfp4")
     for name in ("first", "second"):
         made = trainer(tmp_path / name, model, [callback], max_steps=1)
-        callback.bind(made)
+        made.train()
         assert made.callback_handler.callbacks[0] is callback
-        callback.bind(made)
         assert made.callback_handler.callbacks.count(callback) == 1
 
 

@@ -279,7 +279,7 @@ def test_sft_trainer(tmp_path):
     assert before["eval_loss"] == pytest.approx(made(Sft).evaluate()["eval_loss"], rel=1e-5)
     run.train()
     assert len(losses(run)) == 4
-    assert "metis/weight/q_proj/stable_rank" in records(run)[0]
+    assert "metis/weight/sqnr_db" in records(run)[0]
     names = run.get_decay_parameter_names(run.model)
     assert not any(name.endswith((".u", ".vh")) for name in names)
     assert run.evaluate()["eval_kl"] < before["eval_kl"]

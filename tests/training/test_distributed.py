@@ -26,8 +26,8 @@ from accelerate.utils import merge_fsdp_weights
 from paths import ROOT, TESTS
 
 from metis_hf import MetisConfig, MetisLinear, metis_layers
-from metis_hf.training.callback import HEALTH_FILE
 from metis_hf.training.health import weight_health
+from metis_hf.training.run_record import HEALTH_FILE
 from training import distributed_cases as cases
 from training.distributed_run import RANKS, Rows
 

@@ -11,9 +11,9 @@ from conversion.architectures import ARCHITECTURES, causal_batch
 from design import cases
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers
-from metis_hf.training.callback import HEALTH_FILE
 from metis_hf.training.gradient_noise import Crossing, find_crossing, noise_ratios
 from metis_hf.training.health import LayerProbe
+from metis_hf.training.run_record import HEALTH_FILE
 from training.trainer_tools import converted, lines, one_block, trainer, up_proj
 
 # fp32 products of 64 terms, summed in another order; the noise is a tenth of what is subtracted.
@@ -148,7 +148,8 @@ class TestInTrainer:
         model = converted(scheme)
         if broken:
             up_proj(model).weight.data[0, 0] = float("inf")
-        made = trainer(tmp_path, model, [MetisCallback(health_interval=2)], max_steps=2)
+        callback = MetisCallback(health_interval=2, health_details="kinds")
+        made = trainer(tmp_path, model, [callback], max_steps=2)
         made.train()
         return made.state.log_history, lines(tmp_path, HEALTH_FILE)
 

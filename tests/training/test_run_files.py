@@ -29,15 +29,17 @@ def logged(directory, key):
 )
 def test_a_measured_step_is_logged(tmp_path, changes, steps):
     """Its means stand in the record of its own loss, however seldom others are logged."""
-    made = trainer(tmp_path, nvfp4(), [MetisCallback(health_interval=3)], max_steps=6, **changes)
+    callback = MetisCallback(health_interval=3, health_details="layers")
+    made = trainer(tmp_path, nvfp4(), [callback], max_steps=6, **changes)
     made.train()
     entries = [entry for entry in made.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in entries] == steps
-    measured = {e["step"]: e["metis/weight/q_proj/sqnr_db"] for e in entries if e["step"] != 4}
+    layer = "model.layers.0.self_attn.q_proj"
+    measured = {e["step"]: e[f"metis/weight/{layer}/sqnr_db"] for e in entries if e["step"] != 4}
     records = {record["step"]: record["layers"] for record in lines(tmp_path, HEALTH_FILE)}
     assert list(records) == [1, 3, 6]
     for step, value in measured.items():
-        assert value == records[step]["model.layers.0.self_attn.q_proj"]["weight"]["sqnr_db"]
+        assert value == records[step][layer]["weight"]["sqnr_db"]
 
 
 def test_refreshes_between_two_entries_are_logged_as_the_largest(tmp_path, monkeypatch):

@@ -18,8 +18,7 @@ from metis_hf import (
     PrecisionSchedule,
     metis_layers,
 )
-from metis_hf.training.callback import HEALTH_FILE
-from metis_hf.training.run_record import RUN_FILE
+from metis_hf.training.run_record import HEALTH_FILE, RUN_FILE
 from training.recomputation import is_recomputed, recomputed
 from training.trainer_tools import (
     converted,
