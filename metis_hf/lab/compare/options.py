@@ -26,6 +26,7 @@ _TEXTS = {"preset", "reference", "size", "checkpoint", "data", "validation", "ta
 # Arguments of TrainingArguments that a comparison sets for every run, and what sets them.
 OWN_ARGUMENTS = {
     "output_dir": "every run has a directory below --out",
+    "run_name": "a run is called after its variant and its seed",
     "seed": "name the seeds with the key seeds, or --seeds",
     "data_seed": "the order of the data follows from seeds",
     "gradient_accumulation_steps": "it follows from global_batch",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+from transformers.integrations import get_reporting_integration_callbacks
 
 from metis_hf.data.chunked import TOKENIZER
 from metis_hf.data.corpus import BYTE_ALPHABET
@@ -27,6 +28,8 @@ ALL = "all"  # instead of a scheme's name: every registered one
 _OPTIONAL = ("checkpoint", "one_cycle", "decay_embeddings", "scaled_residuals")  # of Experiment
 # Arguments of TrainingArguments that choose a schedule, instead of a size's own one.
 _SCHEDULE = {"lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"}
+# Beginnings of TrainingArguments' names that say where curves go, and decide no result.
+_REPORTING = ("report_to", "project", "trackio_")
 DEFAULT_REFERENCE = "metis"  # what others are compared with, beside the control, if it takes part
 
 
@@ -79,6 +82,8 @@ class ComparisonPlan:
             del settings[name]
         experiment = settings["experiment"]
         del experiment["seed"]
+        for name in [name for name in experiment["training"] if name.startswith(_REPORTING)]:
+            del experiment["training"][name]
         defaults = {field.name: field.default for field in fields(Experiment)}
         for name in _OPTIONAL:
             if experiment[name] == defaults[name]:
@@ -278,11 +283,20 @@ def _check(plan: ComparisonPlan) -> None:
             "--validation out for those that data/validation holds"
         )
     _check_model(plan)
-    training_arguments(plan.experiment, Path("unused"))
+    _check_reporters(training_arguments(plan.experiment, Path("unused")).report_to)
     if plan.tasks_dir is not None and not plan.tasks:
         raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
     if plan.tasks:  # now, and not when a model is trained
         plan_tasks(plan.tasks, None if plan.tasks_dir is None else Path(plan.tasks_dir))
+
+
+def _check_reporters(names: Any) -> None:
+    """Refuse reporters that transformers does not know, or whose package is not installed."""
+    try:
+        for reporter in get_reporting_integration_callbacks(names):
+            reporter()
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"training: report_to: {error}") from None
 
 
 def _check_model(plan: ComparisonPlan) -> None:

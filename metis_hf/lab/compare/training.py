@@ -96,6 +96,7 @@ def training_arguments(experiment: Experiment, run: Path) -> transformers.Traini
     device = device_of(None)
     shared = {
         "output_dir": str(run),
+        "run_name": "/".join(run.parts[-2:]),  # <variant>/seed-<n>, for reporters
         "bf16": bf16_units() and not experiment.training.get("fp16"),
         "use_cpu": device.type == "cpu",
         "seed": experiment.seed,

@@ -38,6 +38,8 @@ REFUSED = (
     ({"training": {"learning_rate": "fast"}}, "learning_rate: 'fast'; expected a number from 0 up"),
     ({"training": {"learning_rate": -1}}, "learning_rate: -1; expected a number from 0 up"),
     ({"training": {"adam_beta2": 2}}, "adam_beta2: 2; expected a number from 0 up and below 1"),
+    ({"training": {"report_to": "tensorbord"}}, "report_to: tensorbord is not supported"),
+    ({"training": {"run_name": "a"}}, "run_name is not for you .* its variant and its seed"),
     ({"training": [1]}, r"training: \[1\] is not a mapping"),
     ({"global_batch": 0}, "global_batch: 0; expected a whole number, at least 1"),
     ({"sequence_length": True}, "sequence_length: True; expected"),

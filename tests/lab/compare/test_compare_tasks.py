@@ -215,6 +215,15 @@ def test_a_directory_of_another_comparison_is_refused(compare):
         compare(training={"max_steps": 7, "save_steps": 2})
 
 
+def test_curves_may_go_elsewhere_later(compare, out):
+    """Where a run reports to decides no result."""
+    compare()
+    written = (out / RUN / "result.json").stat().st_mtime_ns
+    training = CONFIG["training"] | {"report_to": "tensorboard", "project": "fp4"}
+    assert compare(training=training) == []
+    assert (out / RUN / "result.json").stat().st_mtime_ns == written
+
+
 PLAN = MappingProxyType({"schemes": ["bf16"], "seeds": [0, 1]})  # four runs with MINE
 SHARES = (["bf16/seed-0", "mine/seed-1"], ["mine/seed-0"], ["bf16/seed-1"])
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 import transformers
 
+from lab.compare.comparing import CONFIG
 from metis_hf.lab.compare import meters
-from metis_hf.lab.compare.training import training_arguments, whole_batches
+from metis_hf.lab.compare.plan import make_plan, with_accumulation
+from metis_hf.lab.compare.training import train, training_arguments, whole_batches
 from metis_hf.lab.compare.variants import Experiment
 
 
@@ -45,6 +47,23 @@ def test_less_than_a_batch_is_refused(tmp_path):
     rows = dataset([[1]] * 3)
     with pytest.raises(ValueError, match="3 sequences to train on are no batch of 4"):
         whole_batches(rows, arguments(tmp_path, steps=1))
+
+
+@pytest.mark.slow
+def test_curves_and_health_go_to_the_reporter_of_the_experiment(tmp_path):
+    """Of a run that is called after its variant and seed."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    plan = make_plan(None, **CONFIG | {
+        "training": {"max_steps": 2, "report_to": "tensorboard"}, "health_interval": 1,
+    })  # fmt: skip
+    rows = dataset(torch.randint(0, 300, (8, 32)).tolist()).with_format("torch")
+    run = tmp_path / "nvfp4/seed-0"
+    experiment = with_accumulation(plan.experiment, plan.global_batch, 1)
+    trained = train(experiment, plan.variants[1], rows, None, run, lambda *step: None)
+    assert trained.trainer.args.run_name == "nvfp4/seed-0"
+    (file,) = run.rglob("events.out.tfevents.*")
+    tags = events.EventAccumulator(str(file)).Reload().Tags()["scalars"]
+    assert {"train/loss", "train/metis/weight/sqnr_db", "train/metis/noise/ratio"} <= {*tags}
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd14", 1024)])
