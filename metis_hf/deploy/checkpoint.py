@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import ModelCard
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -36,7 +35,7 @@ from metis_hf.deploy.fused import mixed_notes, scale_notes, share_others, shared
 from metis_hf.deploy.inputs import InputQuantizer, quantized_input, quantizing_inputs
 from metis_hf.deploy.kept_experts import kept_experts
 from metis_hf.deploy.loading import load_lines, serve_line, why_not_packed
-from metis_hf.deploy.model_card import model_card, read_metrics
+from metis_hf.deploy.model_card import add_to_card, model_card, read_metrics
 from metis_hf.deploy.packed_experts import (
     experts_notes,
     has_packed_experts,
@@ -58,6 +57,7 @@ from metis_hf.deploy.report import (
     report_section,
 )
 from metis_hf.deploy.source import (
+    base_model,
     check_packable,
     check_weights,
     copy_companions,
@@ -170,7 +170,9 @@ def export_checkpoint(
                     'splits none; use low_rank="fold"'
                 )
         kind = _kind(model, format, low_rank)
-        card = model_card(model, name=out.name, kind=kind, results=metrics)
+        card = model_card(
+            model, name=out.name, kind=kind, results=metrics, base_model=base_model(checkpoint)
+        )
         loading = load_lines(model, kind, shown)
         values = getattr(torch, dtype)
         notes: tuple[str, ...] = ()
@@ -191,7 +193,9 @@ def export_checkpoint(
             format, dtype, kept, packed, rows, held_out, size, loading, serving, notes
         )
         (partial / REPORT_FILE).write_text(report.to_json(), "utf-8")
-        ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
+        served = serve_line(model, kind, out.name, notes)
+        add_to_card(card, served, report_section(report), inputs=kind == "w4a4")
+        card.save(partial / "README.md")
     return report
 
 

@@ -146,8 +146,12 @@ def loss_rows(report: ExportReport) -> Iterator[tuple[str, str, str]]:
 
 def report_section(report: ExportReport) -> str:
     """Describe the cost of the export, for the model card."""
+    packed = f"{len(report.packed)} layers are packed to 4.5 bits a weight, all else is"
     lines = [
         "## What the export costs",
+        "",
+        f"{report.bytes:,} bytes of weights: {packed if report.packed else 'they are'} in "
+        f"{report.dtype}.",
         "",
         "Relative errors of the weights against those that the checkpoint represents.",
         "",

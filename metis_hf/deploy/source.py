@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -32,6 +34,8 @@ from metis_hf.shared.records import read_json
 
 _WINDOW = 512  # tokens of a window of held-out text, or the model's context if that is shorter
 
+_BASE_MODEL = re.compile(r"^base_model: ([\w./-]+)$", re.MULTILINE)
+_CARD_BEGINNING = 65536  # characters, with the metadata in them
 # What a checkpoint holds besides weights, config and trainer state; copied as it is.
 _COMPANIONS = (
     "tokenizer*",
@@ -170,6 +174,26 @@ def represented(layer: MetisLayer) -> Tensor:
 def quantization_of(config: Any) -> str | None:
     """Return the method that a checkpoint's config says it is quantized by; None: it is dense."""
     return (getattr(config, "quantization_config", None) or {}).get("quant_method")
+
+
+def base_model(checkpoint: str | Path) -> str | None:
+    """Return the name on the hub of the model that a checkpoint was made from, if it is known.
+
+    A name on the hub is the base itself. A directory has it in the card that Trainer wrote.
+    """
+    card = Path(checkpoint) / "README.md"
+    name = str(checkpoint)
+    if Path(checkpoint).is_dir():
+        if not card.is_file():
+            return None
+        with card.open(encoding="utf-8", errors="replace") as file:
+            found = _BASE_MODEL.search(file.read(_CARD_BEGINNING))
+        name = found[1] if found else ""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
 
 
 def copy_companions(checkpoint: str | Path, out: Path) -> None:

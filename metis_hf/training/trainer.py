@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import Trainer
 
+from metis_hf.conversion.card import add_to_trainers_card
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.cuda_graph import StepGraphs, check
@@ -19,6 +21,7 @@ class MetisTrainerMixin:
 
     - It brings a `MetisCallback` where none is given, and keeps its records beside the checkpoints
       of a search's trial.
+    - The model card says how the model computes and loads, what it costs, and how it is served.
     - A run that is resumed from its last checkpoint is at its end, and makes no further step.
     - Weight decay applies to s and the residual, which is decay of the represented weight; u and vh
       are left out, since their decay would shrink the low-rank part three times as fast.
@@ -96,6 +99,19 @@ class MetisTrainerMixin:
         if callable(getattr(self.optimizer, "train", None)):  # type: ignore[attr-defined]
             self.optimizer.train()  # type: ignore[attr-defined]
         return self.graphs.run(step, inputs, num_items_in_batch, extra=extra)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the card that Trainer writes, and how the model computes, costs, loads and serves.
+
+        Args:
+            args, kwargs: for the card of the Trainer below.
+        """
+        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        if self.is_world_process_zero():  # type: ignore[attr-defined]
+            out = Path(self.args.output_dir)  # type: ignore[attr-defined]
+            name = getattr(self, "hub_model_id", None) or out.name
+            model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
+            add_to_trainers_card(out / "README.md", model, name)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)  # type: ignore[misc]

@@ -11,16 +11,108 @@ import pytest
 import torch
 import transformers
 from conftest import llama
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, metadata_load, metadata_save
+from huggingface_hub.utils import validate_repo_id
+from peft import LoraConfig, get_peft_model
 
 from deploy.checkpoints import checkpoint, mixtral
 from metis_hf import (
     MetisConfig,
+    MetisTrainer,
+    calibrate,
     get_metis_model,
     set_precision,
 )
 from metis_hf.deploy import export_checkpoint
 from metis_hf.deploy.model_card import model_card, write_model_card
+
+
+def valid(path):
+    """The card of a file whose metadata the hub's own library reads and writes as they are."""
+    card = ModelCard.load(path)
+    metadata_save(path.with_name("again.md"), card.data.to_dict())
+    found = metadata_load(path)
+    assert found == metadata_load(path.with_name("again.md")) == card.data.to_dict()
+    assert not any(value is None for value in found.values())
+    assert all(isinstance(tag, str) and tag for tag in found["tags"])
+    assert len(set(found["tags"])) == len(found["tags"])
+    if "base_model" in found:
+        validate_repo_id(found["base_model"])
+    return card
+
+
+def trained(tmp_path, model):
+    """A trainer after two steps and an evaluation."""
+    args = transformers.TrainingArguments(
+        str(tmp_path / "my run"), max_steps=2, per_device_train_batch_size=2, use_cpu=True,
+        report_to="none", disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    ids = torch.randint(0, 64, (4, 12))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = MetisTrainer(model, args, train_dataset=rows, eval_dataset=rows)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+class TestTrainersCard:
+    """`create_model_card` of MetisTrainer: Trainer's own card, and what a reader needs of ours."""
+
+    def test_says_how_the_model_computes_loads_and_serves(self, tmp_path):
+        model = llama(1)
+        model.config.name_or_path = "org/small-1B"
+        trainer = trained(tmp_path, get_metis_model(model, MetisConfig(scheme="metis", rank=4)))
+        trainer.save_model()
+        for _ in range(2):  # as at each push
+            trainer.create_model_card(tags="mine")
+        card = valid(tmp_path / "my run/README.md")
+        expected = {"mine", "generated_from_trainer", "metis", "fp4-training", "nvfp4"}
+        assert set(card.data.tags) == {*expected, "scheme:metis"}
+        assert card.data.base_model == "org/small-1B"
+        assert card.data.pipeline_tag == "text-generation"
+        assert card.data.library_name == "transformers"
+        for once in (
+            "fine-tuned version of [org/small-1B]", "emulated W4A4G4 (nvfp4)", "| rank | **`4`** |",
+            "7 layers converted", "learning_rate: ", "## What it costs",
+            "metis-hf export 'my run' --format compressed-tensors --out nvfp4\nvllm serve nvfp4",
+        ):  # fmt: skip
+            assert card.text.count(once) == 1, once
+        code = card.text.split("```python\n")[1].split("```")[0]
+        assert 'from_pretrained("my run")' in code
+
+    @pytest.mark.parametrize(
+        ("config", "words", "missing"),
+        [
+            ({"scheme": "w4a4"}, "vLLM\nquantizes inputs on GPUs with FP4 units", "no inputs"),
+            ({"scheme": "w4a16"}, "vLLM\nquantizes no inputs", "Blackwell"),
+            ({"scheme": "nvfp4", "format": "mxfp8-e4m3"}, "## What it costs", "vllm"),
+            ({"scheme": "bf16"}, "in high precision", "## What it costs"),
+        ],
+        ids=str,
+    )
+    def test_promises_no_more_than_an_export_can_hold(self, config, words, missing):
+        text = model_card(get_metis_model(llama(1), MetisConfig(**config))).text
+        assert words in text
+        assert missing not in text
+
+    def test_from_scratch(self, tmp_path):
+        trainer = trained(tmp_path, get_metis_model(llama(1), MetisConfig(scheme="nvfp4")))
+        trainer.create_model_card()
+        card = valid(tmp_path / "my run/README.md")
+        assert "This model was trained from scratch on" in card.text
+        assert card.data.base_model is None
+
+    def test_of_adapters(self, tmp_path):
+        adapters = LoraConfig(r=2, target_modules="all-linear")
+        base = get_metis_model(llama(1), MetisConfig(scheme="nvfp4"))
+        trainer = trained(tmp_path, get_peft_model(base, adapters))
+        trainer.save_model()
+        trainer.create_model_card()
+        card = valid(tmp_path / "my run/README.md")
+        assert "from peft import AutoPeftModelForCausalLM" in card.text
+        assert "vllm" not in card.text
+        assert "scheme:nvfp4" in card.data.tags
 
 
 class TestModelCard:
@@ -31,7 +123,7 @@ class TestModelCard:
         results = tmp_path / "results.json"
         results.write_text('{"piqa": {"acc,none": 0.625, "alias": "piqa"}, "loss": 3.25}')
         path = write_model_card(model, tmp_path / "run", results=results)
-        card = ModelCard.load(path)
+        card = valid(path)
         assert card.data.library_name == "transformers"
         assert card.data.pipeline_tag == "text-generation"
         assert {"metis", "fp4-training", "nvfp4", "scheme:metis"} == set(card.data.tags)
@@ -39,6 +131,7 @@ class TestModelCard:
         assert "| rank | **`8`** |" in card.text
         assert "| n_iter | `2` |" in card.text
         assert "14 layers converted" in card.text
+        assert "metis-hf export run --format compressed-tensors --out nvfp4" in card.text
         assert "| piqa / acc | 0.625 |\n| loss | 3.25 |" in card.text
         code = card.text.split("```python\n")[1].split("```")[0]
         assert code.startswith("import metis_hf")
@@ -47,6 +140,34 @@ class TestModelCard:
             capture_output=True, text=True, check=True, cwd=tmp_path,
         )  # fmt: skip
         assert out.stdout.strip() == "Linear"
+
+    def test_card_of_an_export_names_its_base_and_how_to_serve(self, tmp_path):
+        """The base as Trainer's card in the checkpoint has it; all that the hub reads is valid."""
+        model = get_metis_model(llama(1), MetisConfig(scheme="w4a4"))
+        calibrate(model, [torch.arange(8)[None]])
+        model.save_pretrained(tmp_path / "run")
+        (tmp_path / "run/README.md").write_text("---\nbase_model: org/small-1B\n---\n# mine\n")
+        report = export_checkpoint(
+            tmp_path / "run", tmp_path / "my model", format="compressed-tensors"
+        )
+        card = valid(tmp_path / "my model/README.md")
+        assert card.data.base_model == "org/small-1B"
+        assert card.data.to_dict()["base_model_relation"] == "quantized"
+        assert set(card.data.tags) == {"compressed-tensors", "nvfp4", "scheme:w4a4"}
+        assert "```bash\nvllm serve 'my model'\n```" in card.text
+        assert "On GPUs with FP4 units (Blackwell) vLLM quantizes inputs" in card.text
+        assert f"{report.bytes:,} bytes of weights: 7 layers are packed" in card.text
+
+    @pytest.mark.parametrize(
+        "written", [None, "# no metadata\n", "---\nbase_model: ../../etc\n---\n"], ids=str
+    )
+    def test_a_base_that_is_not_known_is_left_out(self, written, tmp_path):
+        source = checkpoint(tmp_path / "metis")
+        if written is not None:
+            (source / "README.md").write_text(written)
+        export_checkpoint(source, tmp_path / "out")
+        data = valid(tmp_path / "out/README.md").data.to_dict()
+        assert not {"base_model", "base_model_relation"} & {*data}
 
     def test_options_that_configs_leave_out_by_default(self):
         for name, value in (
@@ -67,7 +188,7 @@ class TestModelCard:
         split = ["weight", "activation", "gradient"] if kind == "side-file" else None
         source = checkpoint(tmp_path / "metis", decompose=split)
         report = export_checkpoint(source, tmp_path / "out", format=format, low_rank=low_rank)
-        card = ModelCard.load(tmp_path / "out/README.md")
+        card = valid(tmp_path / "out/README.md")
         assert f"{report.rows[0].mean_error:.2e}" in card.text
         code = card.text.split("```python\n")[1].split("```")[0]
         assert ("metis_hf" in code) == (kind == "side-file")
