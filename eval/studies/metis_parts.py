@@ -1,7 +1,7 @@
 """Schemes that are `metis` without one of its parts, or with another, at rank 9, to measure each.
 
     metis-hf fidelity MODEL --text FILE --import eval/studies/metis_parts.py --alone none \
-        --schemes metis-9,metis-9-nearest-scales,...
+        --batch 2 --schemes metis-9,metis-9-nearest-scales,...
 
 Rank 9 is 1.5 % of 576, the width of SmolLM2-135M: the share that the paper keeps, here of output
 gradients as of inputs.

@@ -51,9 +51,9 @@ def fidelity(
     ] = None,
     limit: Annotated[
         int, typer.Option(help="Sequences of the text: two thirds for the loss, one for gradients.")
-    ] = 18,
+    ] = 48,
     length: Length = 256,
-    batch: Batch = 2,
+    batch: Batch = 8,
     tokens_per_step: TokensPerStep = 8192,
     dtype: Dtype = "float32",
     device: Device = None,
@@ -101,6 +101,8 @@ def fidelity(
     for result in results:
         if result.note:
             console.print(f"{result.name} was not measured: {result.note}", highlight=False)
+        if result.warning:
+            console.print(f"{result.name}: {result.warning}", highlight=False)
     console.print(str(out / "index.html"), soft_wrap=True, highlight=False)
 
 

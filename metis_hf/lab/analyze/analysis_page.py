@@ -13,6 +13,7 @@ from metis_hf.lab.analyze.alignment import at_ratio
 from metis_hf.lab.analyze.analysis import KINDS, Analysis, json_text, write_csv
 from metis_hf.lab.analyze.short_names import short_names
 from metis_hf.lab.show import figure
+from metis_hf.lab.show.figure import short_model
 from metis_hf.lab.show.page import Cell, Page, number
 from metis_hf.lab.store import Store, source_digest
 from metis_hf.shared.inputs import digest
@@ -55,7 +56,7 @@ class PageWriter:
         others are about to change.
         """
         (self.out / "figures").mkdir(parents=True, exist_ok=True)
-        page = Page(f"Spectra of {figures.short_model(result.model)}", _subtitle(result))
+        page = Page(f"Spectra of {short_model(result.model)}", _subtitle(result))
         if result.missing:
             page.notice(
                 f"Not complete: {result.missing}. This page is rewritten as figures come. If the "
@@ -93,7 +94,7 @@ def _subtitle(result: Analysis) -> str:
     if batch:
         parts.append(f"{batch['sequences']} x {batch['length']} tokens of {batch['file']}")
     if result.control:
-        parts.append(f"control: {figures.short_model(result.control)}")
+        parts.append(f"control: {short_model(result.control)}")
     return " · ".join(parts)
 
 

@@ -14,7 +14,15 @@ import numpy as np
 from metis_hf.lab.analyze.analysis import KINDS
 from metis_hf.lab.analyze.distortion import SCHEMES
 from metis_hf.lab.analyze.short_names import short_names
-from metis_hf.lab.show.figure import COLORS, as_png, figure_axes, heat_map, shared_legend, tidy
+from metis_hf.lab.show.figure import (
+    COLORS,
+    as_png,
+    figure_axes,
+    heat_map,
+    shared_legend,
+    short_model,
+    tidy,
+)
 from metis_hf.training.reference_values import RELATIVE_ERROR
 
 Data = Mapping[str, Any]
@@ -250,11 +258,6 @@ def universality(models: Data) -> bytes:
     axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     shared_legend(figure, [axis], columns=1)
     return as_png(figure)
-
-
-def short_model(path: str, parts: int = 2) -> str:
-    """Return the last parts of a path, without the `model` in which a run keeps its weights."""
-    return "/".join(path.rstrip("/").removesuffix("/model").split("/")[-parts:])
 
 
 def short_models(paths: Iterable[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Pictures of a fidelity measurement: the loss that a scheme costs, and the layers that err."""
+"""Pictures of a fidelity measurement: divergence against cost, and the layers that err."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from metis_hf.lab.show.figure import (
 _LINE = "metis"  # the scheme whose ranks are joined by a line
 
 
-def cost_figure(results: Sequence[SchemeFidelity], tokens: int) -> bytes | None:
-    """Draw loss rise against extra multiply-adds, a point for each scheme; None without points."""
-    shown = [r for r in results if not r.note and math.isfinite(r.rise.mean)]
+def cost_figure(results: Sequence[SchemeFidelity], model: str, tokens: int) -> bytes | None:
+    """Draw KL against extra multiply-adds, a point for each scheme; None without points."""
+    shown = [r for r in results if not r.note and math.isfinite(r.kl_in_training.mean)]
     if not shown:
         return None
     styles = scheme_styles([r.scheme for r in shown], repeat=True)
-    points = [Point(r.cost, r.rise.mean, r.name, styles[r.scheme], r.rise.se) for r in shown]
+    points = [
+        Point(r.cost, r.kl_in_training.mean, r.name, styles[r.scheme], r.kl_in_training.se)
+        for r in shown
+    ]
     # A config's file may have such a name too, so the scheme must be the one.
     is_rank = [
         r.scheme == _LINE and (r.name == _LINE or r.name.startswith(f"{_LINE}, rank "))
@@ -34,7 +37,8 @@ def cost_figure(results: Sequence[SchemeFidelity], tokens: int) -> bytes | None:
     return scatter_figure(
         points,
         f"multiply-adds beyond the three GEMMs (%), {tokens:,} tokens a step",
-        "held-out loss above the exact model's (%)",
+        "KL from the exact model (nats per token)",
+        title=f"{model} in four bits, nothing trained",
         joined=[point for point, joined in zip(points, is_rank) if joined],
     )
 

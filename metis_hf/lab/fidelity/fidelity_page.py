@@ -10,6 +10,7 @@ from typing import Any
 
 from metis_hf.lab.fidelity.fidelity_figures import cost_figure, layers_figure
 from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity, columns, table
+from metis_hf.lab.show.figure import short_model
 from metis_hf.lab.show.page import Cell, Page, number
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.shared.layer_names import group_of
@@ -20,7 +21,8 @@ _WORST = 12  # layers in a list of those that cost most
 def write_outputs(out: Path, record: dict[str, Any], results: Sequence[SchemeFidelity]) -> None:
     """Write the table, the picture and the page of all measurements so far."""
     (out / "table.md").write_text(markdown_table(*table(results)), "utf-8")
-    picture = cost_figure(results, record["settings"]["tokens_per_step"])
+    settings = record["settings"]
+    picture = cost_figure(results, short_model(settings["model"]), settings["tokens_per_step"])
     if picture is not None:
         (out / "cost.png").write_bytes(picture)
     _page(record, results, picture).save(out / "index.html")
@@ -39,12 +41,17 @@ def _page(record: dict[str, Any], results: Sequence[SchemeFidelity], picture: by
             f"Not complete: {record['missing']} schemes are to come. If the command was "
             "interrupted, the same one goes on from here."
         )
+    for result in results:
+        if result.note:
+            page.notice(f"{result.name} was not measured: {result.note}.")
+        if result.warning:
+            page.notice(f"{result.name}: {result.warning}.")
     measured = [r for r in results if not r.note]
     page.cards(*_cards(measured))
     page.section("Schemes", *_TABLE_TEXT)
     if picture is not None:
         page.figure(picture, _COST_TEXT)
-    page.table(*_table(results))
+    page.table(*_table(measured))
     page.section("Operands of one kind alone", _KINDS_TEXT)
     page.table(_KINDS_HEADER, [row for r in measured for row in _kind_rows(r)])
     for r in measured:
@@ -58,19 +65,21 @@ def _page(record: dict[str, Any], results: Sequence[SchemeFidelity], picture: by
 
 
 _TABLE_TEXT = (
-    "Loss, divergence (KL, of the exact model's next-token distribution from the scheme's) and "
-    "the share of tokens with the same likeliest successor: evaluation rounding. Gradients of all "
-    "converted weights: training rounding, against the exact gradient of the same batch, and of "
-    "the mean over batches. ± is a standard error over batches (of the mean gradient: jackknife).",
-    "Good: a loss rise below 1 %, a cosine above .95. Bad: a relative error of 1, which a gradient "
-    "of zero has too.",
+    "Look at KL first: it predicts the gap after training. The loss rise and the gradient order "
+    "schemes less well. Good: a KL below .02, a loss rise below 1 %, a cosine above .95. Bad: a "
+    "relative error of 1, which a gradient of zero has too.",
+    "KL is the divergence of the exact model's next-token distribution from the scheme's. KL, loss "
+    "and the share of tokens with the same likeliest successor: evaluation rounding. Gradients of "
+    "all converted weights: training rounding, against the exact gradient of the same batch, and "
+    "of the mean over batches. ± is a standard error over batches (of the mean gradient: "
+    "jackknife).",
 )
 _COST_TEXT = (
     "Lower is better, left is cheaper. Multiply-adds count splits, projections, rotations "
     "and corrections, over 3 t o i of the GEMMs; quantizers are element work and do not count."
 )
 _KINDS_TEXT = (
-    "Only operands of one kind are quantized, in all layers: loss and KL on a third of the "
+    "Only operands of one kind are quantized, in all layers: KL and loss on a third of the "
     "batches, the gradient of one batch. If errors added up, the loss rises of inputs and weights "
     "would sum to the scheme's."
 )
@@ -78,26 +87,22 @@ _LAYERS_TEXT = (
     "Each layer on the exact model's inputs and output gradients, in the scheme. Direct NVFP4 "
     "gives normal values about 20 dB; higher is better above, lower is better below."
 )
-_KINDS_HEADER = ("Scheme", "Quantized", "Loss rise %", "KL (nats)", "Gradient error", "Cosine")
+_KINDS_HEADER = ("Scheme", "Quantized", "KL (nats)", "Loss rise %", "Gradient error", "Cosine")
 _GROUP_HEADER = ("Layers", "SQNR input", "weight", "grad_output", "Error of y", "dx", "dw")
 
 
 def _cards(results: Sequence[SchemeFidelity]) -> list[tuple[str, str, str]]:
-    finite = [r for r in results if math.isfinite(r.rise.mean)]
+    finite = [r for r in results if math.isfinite(r.kl_in_training.mean)]
     if not finite:
         return []
-    best = min(finite, key=lambda r: r.rise.mean)
+    best = min(finite, key=lambda r: r.kl_in_training.mean)
     exact = fmean(b["exact"] for b in best.batches)
-    found = [
+    return [
+        ("smallest KL", best.kl_in_training.text(".4f"), f"nats per token: {best.name}"),
+        ("its loss rise", best.rise.text("+.2f") + " %", "of the exact loss"),
+        ("its gradient", best.gradient("cosine").text(".3f"), "cosine, one batch"),
         ("exact loss", f"{exact:.4f}", "nats per token, held-out"),
-        ("smallest loss rise", best.rise.text("+.2f") + " %", best.name),
     ]
-    graded = [r for r in finite if math.isfinite(r.gradient("cosine").mean)]
-    if graded:
-        near = max(graded, key=lambda r: r.gradient("cosine").mean)
-        cosine = near.gradient("cosine").text(".3f")
-        found.append(("nearest gradient", cosine, f"cosine, one batch: {near.name}"))
-    return found
 
 
 def _table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[Cell]]]:
@@ -105,12 +110,12 @@ def _table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[Cell
     header, texts = table(results)
     shown, rows = columns(results), []
     for result, row in zip(results, texts):
-        means = [None if result.note else c.value(result).mean for c in shown]
-        rows.append([Cell(text, mean) for text, mean in zip(row, [None, *means])])
+        means = [None, *(column.value(result).mean for column in shown)]
+        rows.append([Cell(text, mean) for text, mean in zip(row, means)])
     return header, rows
 
 
-_KIND_SPECS = {"loss": "+.2f", "kl": ".4f", "gradient_error": ".3f", "gradient_cosine": ".3f"}
+_KIND_SPECS = {"kl": ".4f", "loss": "+.2f", "gradient_error": ".3f", "gradient_cosine": ".3f"}
 
 
 def _kind_rows(result: SchemeFidelity) -> list[list[Cell]]:

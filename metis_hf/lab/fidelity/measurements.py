@@ -26,13 +26,14 @@ from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.store import Store, source_digest, task_key
 from metis_hf.lab.texts import MIN_LENGTH
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.schemes import CONTROL, Scheme, source_digests
+from metis_hf.schemes import CONTROL, Role, Scheme, source_digests
 from metis_hf.shared.records import environment, write_json
 
 LOSS, GRADIENTS, OPERANDS, ALONE = "loss", "gradients", "operands", "layers alone"
 PREDICTED_KINDS = ("input", "weight")  # operands that predictions depend on
 # The cost of an item in forward passes over a batch, for the time left.
 _COSTS = {LOSS: 2.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 2.0}
+_TOKENS_A_DIRECTION = 10  # of a batch; with fewer, a split has little left to leave out
 
 
 def fidelity(settings: Settings, out: Path, console: Console | None = None) -> list[SchemeFidelity]:
@@ -155,6 +156,7 @@ class _Measurements:
             if result.note:
                 return result
             self._count(result, layers)
+            result.warning = self._warning(layers)
             scheme = _Converted(layers, dict(attention_products(self.model)))
             measure = {
                 LOSS: self._loss,
@@ -180,6 +182,23 @@ class _Measurements:
         seen = tokens_of_layers(self.model, self.settings.tokens_per_step)
         cost = overhead(shapes, [seen[name] for name in layers], reads)
         result.overhead, result.weight_bits = dict(cost.parts), cost.weight_bits
+
+    def _warning(self, layers: dict[str, MetisLayer]) -> str:
+        """Say so where a batch has few tokens for the directions that a split keeps."""
+        batch, length = self.settings.batch, self.settings.length
+        parts = (self.held_out, self.subject.training)
+        tokens = min(part[:batch].numel() for part in parts)
+        roles = [role for role in Role if role not in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)]
+        kept = (layer.scheme.directions(role) for layer in layers.values() for role in roles)
+        rank = max(kept, default=0)
+        if tokens >= _TOKENS_A_DIRECTION * rank:
+            return ""
+        return (
+            f"a batch of {tokens:,} tokens has {tokens / rank:.1f} for each of the {rank} "
+            f"directions that the split keeps; below {_TOKENS_A_DIRECTION} a split looks better "
+            f"than in training. Measure in batches of {-(-_TOKENS_A_DIRECTION * rank // length)} "
+            f"sequences or more, on a text that fills them"
+        )
 
     def _loss(self, scheme: _Converted) -> dict[str, Any]:
         (whole,) = self._predict(scheme, self.held_out, [scheme.whole], LOSS)

@@ -55,6 +55,7 @@ class SchemeFidelity:
     # What each layer alone does to the predictions, and "whole", all of them on the same tokens.
     alone: dict[str, Any] = field(default_factory=dict)
     note: str = ""  # why there is nothing; empty where there is
+    warning: str = ""  # why the numbers may mislead
 
     def take(
         self,
@@ -107,22 +108,25 @@ class Column:
     title: str
     value: Callable[[SchemeFidelity], Estimate]
     spec: str  # its format, such as ".2f"
-    short: str = ""  # the title in a terminal of 80 characters; empty: it has no room for it
+    short: str = ""  # the title in a terminal; empty: only the page shows it
 
 
-_KL_IN_TRAINING = Column("KL in training", lambda r: r.kl_in_training, ".4f", "in training")
-_COLUMNS = (
+_KL_IN_TRAINING = Column("KL in training", lambda r: r.kl_in_training, ".4f", "KL in training")
+_COLUMNS = (  # what predicts training first
+    Column("KL (nats)", lambda r: r.mean("kl"), ".4f", "KL (nats)"),
+    _KL_IN_TRAINING,
+    Column("Loss rise %", lambda r: r.rise, "+.2f", "Loss rise %"),
     Column("Extra multiply-adds %", lambda r: Estimate(r.cost), ".1f", "Extra %"),
     Column("Weight bits", lambda r: Estimate(r.weight_bits), ".2f"),
-    Column("Loss rise %", lambda r: r.rise, "+.2f", "Loss rise %"),
-    Column("KL (nats)", lambda r: r.mean("kl"), ".4f", "KL"),
-    _KL_IN_TRAINING,
     Column("Same top token %", lambda r: r.mean("top1", 100), ".1f"),
     Column("Gradient error", lambda r: r.gradient("error"), ".3f", "Gradient error"),
     Column("Mean gradient error", lambda r: r.mean_gradient("error"), ".3f"),
-    Column("Gradient cosine", lambda r: r.gradient("cosine"), ".3f", "Cosine"),
+    Column("Gradient cosine", lambda r: r.gradient("cosine"), ".3f"),
     Column("Mean gradient cosine", lambda r: r.mean_gradient("cosine"), ".3f"),
 )
+
+
+_NARROW = 4  # columns with standard errors in 80 characters
 
 
 def columns(results: Sequence[SchemeFidelity]) -> list[Column]:
@@ -144,11 +148,8 @@ def table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[str]]
 
 
 def narrow_table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows for a terminal: measured schemes, few columns, no standard errors."""
+    """Return header and rows of measured schemes for a terminal of 80 characters."""
     measured = [result for result in results if not result.note]
-    shown = [column for column in columns(measured) if column.short]
-    rows = [
-        [r.name, *(Estimate(column.value(r).mean).text(column.spec) for column in shown)]
-        for r in measured
-    ]
+    shown = [column for column in columns(measured) if column.short][:_NARROW]
+    rows = [[r.name, *(column.value(r).text(column.spec) for column in shown)] for r in measured]
     return ["Scheme", *(column.short for column in shown)], rows

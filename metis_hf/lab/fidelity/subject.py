@@ -52,9 +52,9 @@ class ModelAndText:
 
     model: str
     text: Path
-    sequences: int = 18
+    sequences: int = 48
     length: int = 256
-    batch: int = 2
+    batch: int = 8
     dtype: str = "float32"
     device: str = "cpu"
     tokenizer: str | None = None

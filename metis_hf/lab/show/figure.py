@@ -152,6 +152,11 @@ def plain_text(text: str) -> str:
     return f" {shown}" if shown.startswith("_") else shown
 
 
+def short_model(path: str, parts: int = 2) -> str:
+    """Return the last parts of a path, without the `model` in which a run keeps its weights."""
+    return "/".join(path.rstrip("/").removesuffix("/model").split("/")[-parts:])
+
+
 def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
     """Write each name (x, y, name) where it covers no point, no other name and no axis.
 
@@ -253,7 +258,7 @@ def scatter_figure(
     title: str = "",
     joined: Sequence[Point] = (),
 ) -> bytes:
-    """Draw named points with error bars; where few lie far off, y is logarithmic beyond 1.
+    """Draw named points with error bars; where few lie far off, y is logarithmic above the others.
 
     Args:
         points: in any order; at least one.
@@ -278,21 +283,21 @@ def scatter_figure(
     axis.set(xlabel=x_label, ylabel=y_label, title=plain_text(title))
     axis.margins(0.12, 0.06)
     heights = [abs(p.y) for p in points]
-    if max(heights) > _FAR * statistics.median(heights):
-        _compress(axis)
+    if max(heights) > _FAR * (median := statistics.median(heights)) > 0:
+        _compress(axis, 10 ** round(math.log10(median)))
     tidy(axis)
     figure.draw_without_rendering()  # settles the scales, which places are taken in
     name_points(axis, [(p.x, p.y, plain_text(p.name)) for p in points])
     return as_png(figure)
 
 
-def _compress(axis: Any) -> None:
-    """Map linearly to 1, by logarithms beyond: one far point leaves room for others."""
+def _compress(axis: Any, unit: float) -> None:
+    """Map linearly to `unit`, by logarithms beyond: one far point leaves room for others."""
     from matplotlib.ticker import NullLocator
 
-    axis.set_yscale("symlog", linthresh=1.0)
+    axis.set_yscale("symlog", linthresh=unit)
     low, high = axis.get_ylim()
-    axis.set_yticks([tick for tick in _TICKS if low <= tick <= high])
+    axis.set_yticks([unit * tick for tick in _TICKS if low <= unit * tick <= high])
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_locator(NullLocator())
 

@@ -256,9 +256,10 @@ def test_divergence_in_training_is_shown_where_it_differs(measured):
     header, (row, other) = table([random, direct])
     place = header.index("KL in training")
     assert row[place] == random.kl_in_training.text(".4f") != row[place - 1]
+    assert header[place - 1] == "KL (nats)"
     assert other[place] == other[place - 1]
     assert "KL in training" not in table([direct])[0]
-    assert "in training" in narrow_table([random])[0]
+    assert "KL in training" in narrow_table([random])[0]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -273,7 +274,7 @@ class TestFiles:
         assert record["missing"] == 0
         table = (out / "table.md").read_text()
         for result in results:
-            assert f"| {result.name} | {result.cost:.1f} |" in table
+            assert f"| {result.name} | {result.mean('kl').text('.4f')} |" in table
         page = (out / "index.html").read_text()
         assert "Layers under metis" in page
         assert "Not complete" not in page

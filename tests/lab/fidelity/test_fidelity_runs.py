@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from rich.console import Console
 
 from lab.fidelity.measuring import SMALL, settings
 from metis_hf import MetisConfig
+from metis_hf.cli.main import main
 from metis_hf.lab.fidelity import fidelity_figures as figures
 from metis_hf.lab.fidelity import predictions
 from metis_hf.lab.fidelity.measurements import fidelity
@@ -34,7 +37,7 @@ def test_a_terminal_shows_whole_names_with_brackets():
         console.print(terminal_table(*narrow_table(results), title="of [m]"))
         shown = console.file.getvalue()
         assert all(name in shown for name in [*names, "of [m]"])
-        assert "±" not in shown
+        assert max(map(len, shown.splitlines())) <= 80
 
 
 def point(name, scheme, cost):
@@ -46,11 +49,13 @@ def test_the_line_of_the_picture_joins_the_ranks_alone(monkeypatch):
     """Files of configs may be called anything, so like a rank of metis too."""
     drawn = {}
     monkeypatch.setattr(
-        figures, "scatter_figure", lambda points, *labels, joined: drawn.update(p=points, j=joined)
+        figures,
+        "scatter_figure",
+        lambda points, *_, joined, **__: drawn.update(p=points, j=joined),
     )
     ranks, others = ["metis", "metis, rank 9"], ["metis-contraction", "metis-paper", "budget-4"]
     results = [point(name, "metis", 0.1) for name in (*ranks, *others)]
-    figures.cost_figure([*results, point("metis", "nvidia", 0.2)], 8192)
+    figures.cost_figure([*results, point("metis", "nvidia", 0.2)], "a model", 8192)
     assert [p.name for p in drawn["p"]] == [*ranks, *others, "metis"]
     assert [p.name for p in drawn["j"]] == ranks
 
@@ -99,13 +104,36 @@ class TestOtherModels:
         monkeypatch.setattr(predictions, "predictions", broken)
         results = fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
         assert math.isnan(results[0].rise.mean)
-        assert "| nvfp4 | 0.0 | 4.50 | not finite |" in (tmp_path / "table.md").read_text()
+        assert (
+            "| nvfp4 | not finite | not finite | not finite | 0.0 |"
+            in (tmp_path / "table.md").read_text()
+        )
 
     def test_a_scheme_that_does_not_fit_says_why(self, place, tmp_path):
         """Rank 32 of the 32 directions of keys and values is more than half."""
         results = fidelity(settings(place, schemes=("nvfp4",), ranks=(32,), alone=()), tmp_path)
         assert results[1].note.startswith("rank=32 keeps 32 of 32 directions")
         assert "| metis, rank 32 | rank=32 keeps" in (tmp_path / "table.md").read_text()
+
+
+def test_a_batch_with_few_tokens_for_a_split_is_named(place, tmp_path, monkeypatch, capsys):
+    """2 x 24 tokens are 12 for each of 4 directions, and 9.6 for each of 5."""
+    command = [
+        "metis-hf", "fidelity", str(place / "model"), "--text", str(place / "text.txt"),
+        "--schemes", "nvfp4-rne", "--ranks", "4,5", "--alone", "none", "--out", str(tmp_path),
+        "--limit", "12", "--length", "24", "--batch", "2", "--device", "cpu",
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert done.value.code in (0, None)
+    printed = " ".join(capsys.readouterr().out.split())
+    warned = "metis, rank 5: a batch of 48 tokens has 9.6 for each of the 5 directions that the"
+    for text in (printed, (tmp_path / "index.html").read_text()):
+        assert warned in text
+        assert "Measure in batches of 3 sequences or more" in text
+        assert text.count("a batch of 48 tokens") == 1
+    assert re.search(r"│ nvfp4-rne │ 0\.\d{4} ± 0\.\d{4} │ [+-]\d\.\d\d ± \d\.\d\d │", printed)
 
 
 def test_documents_of_json_lines(place, tmp_path):
