@@ -113,7 +113,8 @@ def draw(rows: dict[str, Row], out: Path) -> None:
         row = own[0]
         each = row["tokens"] // row["steps"]
         title = f"{row['parameters'] / 1e6:.0f}M parameters from scratch, {each:,} tokens a step"
-        plot_curves([_result(one) for one in own], out / f"{preset}.png", title)
+        results = [_result(one) for one in own]
+        plot_curves(results, out / f"{preset}.png", title, REFERENCE)
 
 
 def _shared(rows: Sequence[Row]) -> str:

@@ -171,7 +171,7 @@ def table(settings: Settings) -> str:
 
 def draw(settings: Settings, path: Path) -> None:
     """Draw gap against divergence, both relative to plain rounding's, with 95 % intervals."""
-    figure, axes = figure_axes(1, 1, (6.4, 5))
+    figure, axes = figure_axes(1, 1, (8, 6))
     axis = axes[0][0]
     farthest = highest = 0.0
     for index, (setting, points) in enumerate(settings):
@@ -184,13 +184,14 @@ def draw(settings: Settings, path: Path) -> None:
         axis.plot(x, y, marker, color=color, ms=5, alpha=0.85, label=setting.title)
         farthest, highest = max(farthest, *x), max(highest, *y)
     axis.plot([0, farthest], [0, farthest], color="black", lw=0.8, label="in proportion")
+    axis.set_title("Llamas from scratch, and SmolLM2 trained further")
     axis.set_xlim(-0.05, 1.05 * farthest)
     axis.set_ylim(-0.25, 1.1 * highest)
     axis.set_xlabel(f"KL in training, over that of {DIRECT}: nothing trained")
     axis.set_ylabel(f"gap after training, over that of {DIRECT}")
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, loc="upper left")
+    axis.legend(loc="upper left")
     figure.savefig(path)
 
 

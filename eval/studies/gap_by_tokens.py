@@ -176,7 +176,8 @@ def tables(lengths: Sequence[Length]) -> str:
 
 def draw(lengths: Sequence[Length], path: Path) -> None:
     """Draw the gaps, and their worth in tokens, against tokens per parameter."""
-    figure, axes = figure_axes(1, 2, (9, 4))
+    figure, axes = figure_axes(1, 2, (9.5, 4.6))
+    figure.suptitle(f"Llama with {lengths[0].parameters / 1e3:.0f}k parameters from scratch")
     panels: tuple[tuple[str, Any], ...] = (
         ("held-out loss above bf16 (%)", lambda length, name: length.gap(name)),
         ("worth, % of the tokens", lambda length, name: saved(lengths, length, name)),
@@ -189,7 +190,7 @@ def draw(lengths: Sequence[Length], path: Path) -> None:
         plot_gaps(axis, found, {length.ratio: f"{length.ratio:.0f}" for length in lengths})
         axis.set_xlabel("tokens per parameter")
         axis.set_ylabel(label)
-    axes[0][1].legend(fontsize=8, loc="upper left")
+    axes[0][1].legend(loc="upper left")
     figure.savefig(path)
 
 

@@ -117,7 +117,9 @@ def tables(widths: dict[int, dict[str, Any]]) -> str:
 
 def draw(widths: dict[int, dict[str, Any]], path: Path) -> None:
     """Draw gap against width, a line for each variant at three widths, with its 95 % intervals."""
-    figure, axes = figure_axes(1, 1, (9, 4.4))
+    figure, axes = figure_axes(1, 1, (9.5, 4.8))
+    setup = next(iter(widths.values()))["setup"]
+    figure.suptitle(f"Llamas of {setup['layers']} layers, {setup['tokens'] / 1e6:.1f}M tokens")
     axis = axes[0][0]
     found = {
         name: {w: gap for w, record in widths.items() if (gap := gap_of(record, name)) is not None}
@@ -126,7 +128,7 @@ def draw(widths: dict[int, dict[str, Any]], path: Path) -> None:
     plot_gaps(axis, found, {width: str(width) for width in widths})
     axis.set_xlabel("width")
     axis.set_ylabel("held-out loss above bf16 (%)")
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path)
 
 

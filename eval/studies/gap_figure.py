@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from metis_hf.lab.compare.statistics import Interval
-from metis_hf.lab.show.figure import COLORS, MARKERS
+from metis_hf.lab.show.figure import scheme_styles
 
 
 def plot_gaps(axis, gaps: Mapping[str, Mapping[float, Interval]], ticks: Mapping[float, str]):
@@ -17,12 +17,13 @@ def plot_gaps(axis, gaps: Mapping[str, Mapping[float, Interval]], ticks: Mapping
         gaps: variant -> place on the axis -> its gap; a NaN half width draws no interval.
         ticks: place on the axis -> its label.
     """
+    styles = scheme_styles(list(gaps))
     for index, (name, points) in enumerate(gaps.items()):
         # Beside each other, so that intervals do not hide each other.
         x = [place * 1.025 ** (index - len(gaps) / 2) for place in points]
         halves = [0.0 if math.isnan(g.half_width) else g.half_width for g in points.values()]
         axis.errorbar(x, [gap.mean for gap in points.values()], yerr=halves, capsize=2, ms=5,
-                      color=COLORS[index % len(COLORS)], marker=MARKERS[index % len(MARKERS)],
+                      color=styles[name].color, marker=styles[name].marker, ls=styles[name].line,
                       lw=1.2, elinewidth=0.8, label=name)  # fmt: skip
     axis.axhline(0, color="black", lw=0.8)
     axis.set_xscale("log", base=2)

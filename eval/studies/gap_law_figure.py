@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes
+from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes, scheme_styles
 
 Law = Callable[[Any, np.ndarray], np.ndarray]  # a point, ratios of tokens to parameters -> gaps
 
@@ -57,25 +57,27 @@ def _published(axis, points: Sequence[Any], power: Law, curved: Law) -> None:
     axis.plot([], [], "k:", lw=1.2, label="power law")
     axis.plot([], [], "k-", lw=1.2, label="with curvature")
     _logarithmic(axis, [30, 50, 100, 200, 400, 800], [1.5, 2, 2.5, 3])
-    axis.legend(fontsize=8, title="parameters", title_fontsize=8)
+    axis.legend(title="parameters")
     axis.set_xlabel("tokens per parameter")
     axis.set_ylabel("held-out loss above bf16 (%)")
 
 
 def _ours(axis, extrapolated: dict[str, Any]) -> None:
     seeds = " or ".join(map(str, sorted({found["seeds"] for found in extrapolated.values()})))
-    for row, found in enumerate(extrapolated.values()):
+    styles = scheme_styles(list(extrapolated))
+    for row, (name, found) in enumerate(extrapolated.items()):
         law, ours = found["law"], found["ours"]
         axis.errorbar(law, row + 0.12, xerr=[[law - found["low"]], [found["high"] - law]],
-                      fmt="o", color=COLORS[0], capsize=3, ms=6,
+                      fmt="o", color="0.5", capsize=3, ms=6,
                       label="" if row else "law of the grid, for one new run")  # fmt: skip
-        axis.errorbar(ours, row - 0.12, xerr=found["half_width"], fmt="s", color=COLORS[1],
-                      capsize=3, ms=6, label="" if row else f"ours: {seeds} seeds")  # fmt: skip
+        axis.errorbar(ours, row - 0.12, xerr=found["half_width"], fmt="s", capsize=3, ms=6,
+                      color=styles[name].color,
+                      label="" if row else f"ours: {seeds} seeds")  # fmt: skip
     axis.set_yticks(range(len(extrapolated)), list(extrapolated))
     axis.set_ylim(-0.6, len(extrapolated) - 0.1)
     axis.set_xlim(0, None)
     axis.set_xlabel("held-out loss above bf16 (%), 95 % intervals")
-    axis.legend(fontsize=8, loc="upper left")
+    axis.legend(loc="upper left")
 
 
 def _logarithmic(axis, x: Sequence[float], y: Sequence[float]) -> None:

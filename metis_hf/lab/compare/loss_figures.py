@@ -5,40 +5,53 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.statistics import Summary, gaps_percent
 from metis_hf.lab.cost import TOKENS
 from metis_hf.lab.show.figure import (
-    CROWDED,
     Line,
     Point,
     Style,
     draw_lines,
-    end_labels,
     figure_axes,
     plain_text,
     scatter_figure,
     scheme_styles,
+    shared_legend,
     smooth,
     tidy,
 )
 from metis_hf.schemes import CONTROL
 
+_CURVES = 6  # of a figure; more can't be followed
+
 
 def plot_all(
-    summaries: Sequence[Summary], results: Sequence[SchemeResult], out: Path, title: str
+    summaries: Sequence[Summary],
+    results: Sequence[SchemeResult],
+    out: Path,
+    title: str,
+    reference: str | None = None,
 ) -> None:
-    """Draw the three figures into a directory; those without a gap are removed."""
-    plot_curves(results, out / "loss.png", title)
+    """Draw the three figures into a directory; those without a gap are removed.
+
+    Args:
+        summaries: of the variants.
+        results: of their runs.
+        out: the directory.
+        title: of each figure: model, tokens and seeds.
+        reference: variant whose curve is always drawn.
+    """
+    plot_curves(results, out / "loss.png", title, reference)
     for name in ("gap.png", "cost.png"):  # of fewer variants may be none
         (out / name).unlink(missing_ok=True)
     if any(summary.gap is not None for summary in summaries):
         # As in the curves, whatever order the table has.
         styles = scheme_styles([result.scheme for result in results])
-        plot_gaps(summaries, results, styles, out / "gap.png")
+        plot_gaps(summaries, results, styles, out / "gap.png", title)
         plot_costs(summaries, styles, out / "cost.png", title)
 
 
@@ -75,12 +88,45 @@ def _at_common_steps(series: Sequence[dict[int, float]]) -> tuple[list[int], lis
     return steps, [[values[step] for step in steps] for values in series]
 
 
-def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None:
-    """Draw training loss by step, and the paired gap to the control; bands span the seeds."""
+def telling(losses: Mapping[str, float], always: Container[str | None]) -> list[str]:
+    """Return the names whose curves a figure shows, at most six, in the order of `losses`.
+
+    All of `always` are among them, and of the others the lowest and the highest loss with some
+    evenly between them. One that diverged is left out first.
+    """
+    others = [name for name in losses if name not in always]
+    others.sort(key=lambda name: (not math.isfinite(losses[name]), losses[name]))
+    room = _CURVES - (len(losses) - len(others))
+    if len(others) > room:
+        finite = [name for name in others if math.isfinite(losses[name])]
+        others = finite if len(finite) >= room else others[:room]
+        others = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)]
+    return [name for name in losses if name in always or name in others]
+
+
+def not_drawn(names: Iterable[str], drawn: Container[str]) -> str:
+    """Return a line below a figure that names the curves it leaves out; empty if it has all."""
+    left = [plain_text(name) for name in names if name not in drawn]
+    return "\n" + textwrap.fill(f"only in the table: {', '.join(left)}", 80) if left else ""
+
+
+def plot_curves(
+    results: Sequence[SchemeResult], path: Path, title: str, reference: str | None = None
+) -> None:
+    """Draw training loss by step, and the paired gap to the control; bands span the seeds.
+
+    The figure has the curves of `telling` variants, and names the others.
+    """
     figure, axes = figure_axes(2, 1, (8.5, 7.5), sharex=True, height_ratios=[3, 2.4])
     (top,), (bottom,) = axes
+    ends: dict[str, list[float]] = {}
+    for result in results:
+        ends.setdefault(result.scheme, []).append(result.loss)
+    styles = scheme_styles(list(ends))
+    means = {name: statistics.fmean(losses) for name, losses in ends.items()}
+    drawn = telling(means, (CONTROL, reference))
+    results = [result for result in results if result.scheme in drawn]
     by_name = curves(results)
-    styles = scheme_styles(list(by_name))
     span = max(1, max(len(steps) for steps, _ in by_name.values()) // 20)
     losses = {
         name: (steps, [smooth(values, span) for values in series])
@@ -88,26 +134,25 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
     }
     gaps = {name: paired_gaps(results, name, 2 * span) for name in by_name if name != CONTROL}
     draw_lines(top, [_mean(name, *found, styles[name]) for name, found in losses.items()])
-    lines = [_mean(name, *found, styles[name]) for name, found in gaps.items() if found[1]]
-    draw_lines(bottom, lines)
-    if len(ends := _after_start((series for _, series in losses.values()), 8)) > 1:
-        margin = 0.05 * (max(ends) - min(ends))
-        top.set_ylim(min(ends) - margin, max(ends) + margin)
+    draw_lines(
+        bottom, [_mean(name, *found, styles[name]) for name, found in gaps.items() if found[1]]
+    )
+    if len(late := _after_start((series for _, series in losses.values()), 8)) > 1:
+        margin = 0.05 * (max(late) - min(late))
+        top.set_ylim(min(late) - margin, max(late) + margin)
     if values := _after_start((series for _, series in gaps.values()), 10):
         low, high = min(0.0, *values), max(0.0, *values)
         margin = 0.06 * (high - low) or 1.0
         bottom.set_ylim(low - margin, high + margin)
-    if len(by_name) > CROWDED:
-        figure.legend(*top.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    else:
-        top.legend(frameon=False)
-        end_labels(bottom, lines)
     bottom.axhline(0, color="black", lw=1)
     several = any(len(series) > 1 for _, series in by_name.values())
     bands = "; bands: smallest to largest seed" if several else ""
     top.set(ylabel="training loss (nats per token)", title=plain_text(title))
-    bottom.set(ylabel=f"gap to {CONTROL} (%)", xlabel=f"optimizer step (moving averages{bands})")
+    label = f"optimizer step (moving averages{bands})"
+    label += not_drawn(means, drawn)
+    bottom.set(ylabel=f"training loss above {CONTROL} (%)", xlabel=label)
     tidy(top, bottom)
+    shared_legend(figure, [top])
     figure.savefig(path)
 
 
@@ -129,10 +174,11 @@ def plot_gaps(
     results: Sequence[SchemeResult],
     styles: Mapping[str, Style],
     path: Path,
+    title: str,
 ) -> None:
     """Draw final held-out gaps: a dot for each seed, mean and 95 % interval of each variant."""
     shown = [s for s in summaries if s.gap is not None]
-    figure, ((axis,),) = figure_axes(1, 1, (8, 1.3 + 0.42 * len(shown)))
+    figure, ((axis,),) = figure_axes(1, 1, (8, 1.6 + 0.42 * len(shown)))
     base = {r.seed: r.loss for r in results if r.scheme == CONTROL}
     for place, summary in enumerate(reversed(shown)):
         assert summary.gap is not None
@@ -146,6 +192,7 @@ def plot_gaps(
     names = [textwrap.fill(plain_text(s.name), 30) for s in reversed(shown)]
     axis.set_yticks(range(len(shown)), names)
     axis.set_ylim(-0.6, len(shown) - 0.4)
+    figure.suptitle(plain_text(title))
     axis.set_xlabel(
         f"held-out loss above {CONTROL} (%), paired by seed\n"
         "pale: seeds; large: mean with 95 % interval"

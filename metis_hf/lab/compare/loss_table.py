@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from metis_hf.lab.compare.statistics import Interval, Summary
-from metis_hf.lab.show.figure import CROWDED
 from metis_hf.lab.show.table import latex_table, latex_text, markdown_table
 from metis_hf.schemes import CONTROL
+
+_CROWDED = 8  # rows; more are sorted by loss
 
 
 def ordered(summaries: Sequence[Summary]) -> list[Summary]:
     """Order summaries as given; many of them by loss, the control first, diverged ones last."""
-    if len(summaries) <= CROWDED:
+    if len(summaries) <= _CROWDED:
         return list(summaries)
     return sorted(summaries, key=lambda s: (s.name != CONTROL, math.isnan(s.mean), s.mean))
 

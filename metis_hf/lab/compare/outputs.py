@@ -114,7 +114,7 @@ def write_tables(
     (out / "table.md").write_text(body)
     (out / "table.tex").write_text(loss_table.latex(summaries, reference, timed=timed))
     (out / "table.csv").write_text(loss_table.as_csv(summaries))
-    loss_figures.plot_all(summaries, results, out, sentences[0])
+    loss_figures.plot_all(summaries, results, out, sentences[0], reference)
 
 
 def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> dict[str, float]:

@@ -43,7 +43,7 @@ def cost_figure(results: Sequence[SchemeFidelity], model: str, tokens: int) -> b
     )
 
 
-def layers_figure(result: SchemeFidelity) -> bytes:
+def layers_figure(result: SchemeFidelity, model: str) -> bytes:
     """Draw each layer's errors on exact inputs, in the order of the model."""
     figure, ((upper,), (lower,)) = figure_axes(2, 1, (9.5, 6.0), sharex=True)
     values = list(result.layers.values())
@@ -51,10 +51,10 @@ def layers_figure(result: SchemeFidelity) -> bytes:
         for kind, color in zip(kinds, COLORS):
             heights = [value[kind] for value in values]
             axis.plot(range(len(values)), heights, ".", ms=4, color=color, label=kind)
-        axis.legend(ncols=3, frameon=False, loc="best")
+        axis.legend(ncols=3, loc="best")
     upper.set_ylabel("SQNR of operands (dB)")
     lower.set(ylabel="relative error of products", xlabel="layer, in the order of the model")
     if any(value[kind] > 0 for value in values for kind in ("y", "dx", "dw")):
         lower.set_yscale("log")
     tidy(upper, lower)
-    return as_png(figure)
+    return as_png(figure, f"{model}: each layer in {result.name}")

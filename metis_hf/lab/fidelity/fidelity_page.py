@@ -59,7 +59,7 @@ def _page(record: dict[str, Any], results: Sequence[SchemeFidelity], picture: by
         if r.alone:
             _alone(page, r)
         if r.layers:
-            page.figure(layers_figure(r), _LAYERS_TEXT)
+            page.figure(layers_figure(r, short_model(settings["model"])), _LAYERS_TEXT)
             page.table(_GROUP_HEADER, _group_rows(r), "Means over the layers of a kind.")
     return page
 

@@ -15,6 +15,8 @@ from metis_hf.schemes import CONTROL
 LineStyle: TypeAlias = str | tuple[int, tuple[int, ...]]  # a name, or (offset, lengths of dashes)
 # Okabe and Ito's palette, told apart by people with any colour vision; the control is black.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+# Paul Tol's muted palette, for names that are no scheme of the package.
+_OTHERS = ("#332288", "#117733", "#882255", "#999933", "#CC6677", "#44AA99", "#AA4499")
 # Seven colors are fewer than the schemes: each round of them has its own lines and markers.
 LINES: tuple[LineStyle, ...] = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v")
@@ -28,11 +30,10 @@ _FIXED = (
     ("ufp4", "w4a4", "w4a16", "metis-released", "mean-released"),
 )  # fmt: skip
 MOST_STYLES = len(COLORS) * len(LINES)
-CROWDED = 8  # curves; more have their names outside, and none at their ends
-_FONT = 8  # points
+_FONT = 10  # points: 12 pixels where a figure of 9.5 inches is 840 pixels wide, as on GitHub
 MARKER = 7  # points; of the points that are named
 ALARM = "#D0021B"  # NaN and infinity; no scheme has it
-_MISSING = "#e6e8eb"
+_MISSING = "#b8bcc2"
 _FAR = 4.0  # times the median height: beyond, a linear scale would show little else
 _TICKS = (-10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 # Where a name may stand: distances from its point, in points, nearest first.
@@ -55,8 +56,10 @@ def figure_axes(rows: int, columns: int, size: tuple[float, float], **kwargs):
     return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
 
 
-def as_png(figure: Any) -> bytes:
-    """Return a figure as the bytes of a PNG file."""
+def as_png(figure: Any, title: str = "") -> bytes:
+    """Return a figure, with a title above all of its axes, as the bytes of a PNG file."""
+    if title:
+        figure.suptitle(plain_text(title))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -76,10 +79,10 @@ def shared_legend(figure: Any, axes: Iterable[Any], columns: int = 8) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             found.setdefault(label, handle)
     if found:
-        widest = 0.085 * (max(map(len, found)) + 7)  # inches of an entry, with its line
+        widest = 0.095 * (max(map(len, found)) + 7)  # inches of an entry, with its line
         columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
         figure.legend(found.values(), found, loc="outside lower center", ncols=columns,
-                      frameon=False, fontsize=9)  # fmt: skip
+                      frameon=False)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,21 +94,21 @@ class Style:
     marker: str = "o"
 
 
-def _all_styles() -> Iterator[Style]:
+def _all_styles(colors: Sequence[str]) -> Iterator[Style]:
     for line, marker in zip(LINES, MARKERS):
-        for color in COLORS:
+        for color in colors:
             yield Style(color, line, marker)
 
 
 _NAMES = [name for row in _FIXED for name in row]
-STYLES = {CONTROL: Style("black")} | dict(zip(_NAMES, _all_styles()))
+STYLES = {CONTROL: Style("black")} | dict(zip(_NAMES, _all_styles(COLORS)))
 
 
 def scheme_styles(names: Sequence[str], *, repeat: bool = False) -> dict[str, Style]:
     """Return a style for each scheme or variant of a figure.
 
     The package's own schemes look the same in every figure, and the control is black. Other names
-    get the styles that are left over, in their order.
+    have other colors, in their order.
 
     Args:
         names: in the order of the figure.
@@ -122,10 +125,7 @@ def scheme_styles(names: Sequence[str], *, repeat: bool = False) -> dict[str, St
             "fewer, or in several directories"
         )
     found = {name: STYLES[name] for name in others if name in STYLES}
-    left = [style for style in _all_styles() if style not in found.values()]
-    colors = {style.color for style in found.values()}
-    left.sort(key=lambda style: (LINES.index(style.line), style.color in colors))
-    free = itertools.cycle(left or _all_styles())
+    free = itertools.cycle(_all_styles(_OTHERS))
     found |= {name: next(free) for name in others if name not in found}
     return {CONTROL: STYLES[CONTROL]} | {name: found[name] for name in others}
 
@@ -137,15 +137,6 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def spread(places: Sequence[float], distance: float) -> list[float]:
-    """Move label positions apart, upwards from the lowest, in their order by height."""
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    moved = list(places)
-    for below, above in itertools.pairwise(order):
-        moved[above] = max(moved[above], moved[below] + distance)
-    return moved
-
-
 def plain_text(text: str) -> str:
     """Return a text that matplotlib draws as it is: no formula, no legend entry that is hidden."""
     shown = "".join(c if c.isprintable() else "?" for c in text).replace("$", r"\$")
@@ -155,6 +146,16 @@ def plain_text(text: str) -> str:
 def short_model(path: str, parts: int = 2) -> str:
     """Return the last parts of a path, without the `model` in which a run keeps its weights."""
     return "/".join(path.rstrip("/").removesuffix("/model").split("/")[-parts:])
+
+
+def short_models(paths: Iterable[str]) -> dict[str, str]:
+    """Return path -> its last parts, as many as tell all paths apart; else the whole path."""
+    paths = list(paths)
+    for parts in range(2, max(path.count("/") for path in paths) + 2):
+        names = {path: short_model(path, parts) for path in paths}
+        if len(set(names.values())) == len(names):
+            return names
+    return {path: path for path in paths}
 
 
 def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
@@ -227,16 +228,6 @@ def draw_lines(axis: Any, lines: Iterable[Line]) -> None:
                   marker=style.marker if line.points else None, ms=3)  # fmt: skip
         if line.band is not None:
             axis.fill_between(line.x, *line.band, color=style.color, alpha=0.15, lw=0)
-
-
-def end_labels(axis: Any, lines: Iterable[Line]) -> None:
-    """Write each curve's label beside its last point, one above the other where they are close."""
-    shown = [line for line in lines if len(line.y) and math.isfinite(line.y[-1])]
-    low, high = axis.get_ylim()
-    places = spread([line.y[-1] for line in shown], (high - low) / 15)
-    for line, place in zip(shown, places):
-        axis.annotate(f" {plain_text(line.label)}", (line.x[-1], place), color=line.style.color,
-                      fontsize=_FONT, va="center", annotation_clip=False)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from metis_hf import MetisConfig
 from metis_hf.lab.compare import loss_table, outputs
@@ -280,7 +281,7 @@ def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     """Tables of many variants are in the order of their losses, curves in that of the runs."""
     seen = []
     monkeypatch.setattr(
-        outputs.loss_figures, "plot_gaps", lambda s, r, styles, p: seen.append(styles)
+        outputs.loss_figures, "plot_gaps", lambda s, r, styles, *_: seen.append(styles)
     )
     monkeypatch.setattr(
         outputs.loss_figures, "plot_costs", lambda s, styles, *_: seen.append(styles)
@@ -298,6 +299,27 @@ def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     # Names are no formulas.
     outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None, timed=True)
     assert (tmp_path / "cost.png").stat().st_size > 10_000
+
+
+def test_a_figure_of_curves_shows_six_and_names_the_others(tmp_path, monkeypatch):
+    """The control and the reference, the best and the worst, and some between."""
+    names = ["bf16", *(f"variant {n}" for n in range(9)), "diverged"]
+    losses = [2.0, *(2.1 + n / 10 for n in range(9)), math.nan]
+    runs = [result(name, seed, loss + seed / 100, curve=[3.0, 2.5 + seed / 100])
+            for name, loss in zip(names, losses) for seed in (0, 1)]  # fmt: skip
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    plot_curves(runs, tmp_path / "loss.png", "a title", "variant 1")
+    top, bottom = figures[0].axes
+    shown = [line.get_label() for line in top.lines]
+    assert shown == ["bf16", *(f"variant {n}" for n in (0, 1, 3, 6, 8))]
+    assert top.get_title() == "a title"
+    assert "training loss above bf16" in bottom.get_ylabel()
+    below = " ".join(bottom.get_xlabel().split())
+    assert "only in the table: variant 2, variant 4, variant 5, variant 7, diverged" in below
+    gray = [band.get_facecolor()[0, :3].tolist() for band in top.collections]
+    assert gray[0] == [0, 0, 0]  # the control's seeds, drawn pale
+    assert top.collections[0].get_alpha() < 0.3
 
 
 def test_losses_are_compared_step_by_step():

@@ -13,12 +13,12 @@ from matplotlib.colors import Normalize
 from matplotlib.text import Text
 
 from metis_hf import scheme_names
+from metis_hf.lab.show import figure as figure_module
 from metis_hf.lab.show.figure import (
     STYLES,
     Line,
     Point,
     draw_lines,
-    end_labels,
     figure_axes,
     heat_map,
     name_points,
@@ -26,7 +26,6 @@ from metis_hf.lab.show.figure import (
     scheme_styles,
     shared_legend,
     smooth,
-    spread,
 )
 
 
@@ -43,6 +42,14 @@ class TestStyles:
             assert styles["metis"] == STYLES["metis"]
             assert len(set(styles.values())) == len(styles)
 
+    def test_no_other_name_has_the_color_of_a_scheme(self):
+        """A reader would take it for the scheme, which may be in the next figure."""
+        styles = scheme_styles([f"variant {n}" for n in range(35)])
+        own = {style.color for style in STYLES.values()}
+        others = [style for name, style in styles.items() if name != "bf16"]
+        assert not own & {style.color for style in others}
+        assert len(set(others)) == 35
+
     def test_more_names_than_styles(self):
         names = [f"scheme {n}" for n in range(36)]
         with pytest.raises(ValueError, match="36 schemes in one picture"):
@@ -51,11 +58,9 @@ class TestStyles:
         assert styles["scheme 35"] == styles["scheme 0"] != styles["scheme 1"]
 
 
-def test_moving_averages_and_places_of_labels():
+def test_moving_averages():
     assert smooth([1.0, 2.0, 6.0, 7.0], 3) == [1.5, 3.0, 5.0, 6.5]  # shorter at the ends
     assert smooth([1.0, 5.0], 1) == [1.0, 5.0]
-    assert spread([2.0, 1.95, 5.0], 0.5) == [2.45, 1.95, 5.0]
-    assert spread([], 1.0) == []
 
 
 def test_names_stay_within_the_edges_and_cover_no_other():
@@ -90,7 +95,26 @@ def test_one_far_point_leaves_room_for_the_others():
     assert rows_of_ink(50.0) > 0.2 * rows_of_ink(0.9)
 
 
-def test_curves_have_labels_at_their_ends_and_one_legend():
+def test_what_is_written_can_be_read_and_is_inside(monkeypatch):
+    """At least 12 pixels where a page shows the figure 840 pixels wide."""
+    kept = []
+    monkeypatch.setattr(figure_module, "as_png", kept.append)
+    points = [Point(9.0 * n, 0.1 * n, f"a scheme with a long name {n}", STYLES["metis"])
+              for n in range(4)]  # fmt: skip
+    scatter_figure(points, "x", "y", title="a model")
+    (figure,) = kept
+    figure.draw_without_rendering()
+    texts = [text for text in figure.findobj(Text) if text.get_text()]
+    assert {"a model", "x", "y", points[-1].name} <= {text.get_text() for text in texts}
+    shrunk = 840 / figure.bbox.width
+    assert min(text.get_size() / 72 * figure.dpi for text in texts) * shrunk >= 12
+    for text in texts:
+        box = Text.get_window_extent(text)
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
+
+
+def test_curves_have_one_legend():
     figure, axes = figure_axes(2, 1, (6, 7))
     lines = [
         Line("_hidden $x$", [1, 2], [1.0, 2.0], STYLES["metis"], ([0.9, 1.9], [1.1, 2.1])),
@@ -99,12 +123,8 @@ def test_curves_have_labels_at_their_ends_and_one_legend():
     ]
     for axis in axes.flat:
         draw_lines(axis, lines)
-    end_labels(axes[0, 0], lines)
     shared_legend(figure, axes.flat)
     figure.draw_without_rendering()
-    ends = axes[0, 0].texts
-    assert [text.get_text().strip() for text in ends] == [r"_hidden \$x\$", "close"]
-    assert not ends[0].get_window_extent().overlaps(ends[1].get_window_extent())
     shown = [text.get_text().strip() for text in figure.legends[0].get_texts()]
     assert shown == [r"_hidden \$x\$", "close", "diverged"]
 
