@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import CenteredNorm, LogNorm, Normalize, TwoSlopeNorm
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator, PercentFormatter
 
 from metis_hf.lab.run_records import RunRecord
@@ -45,7 +45,13 @@ class Panel:
     log: bool = False  # logarithmic colours
     share: bool = False  # from 0 up, in percent
     tensors: tuple[str, ...] = TENSORS  # that can have it
-    colors: str = "viridis"  # matplotlib's colour map; bright is what to look at
+    # matplotlib's colour map; red, or bright where no value is better than the first mark, is bad.
+    colors: str = "RdBu"
+
+    @property
+    def centred(self) -> bool:
+        """Return True if colors part at the first mark: values lie on both sides of it."""
+        return self.colors.startswith("RdBu")
 
 
 PANELS = (
@@ -56,33 +62,33 @@ PANELS = (
           ((1.0, "1: a single direction"),), log=True, colors="viridis_r"),
     Panel("energy", "Energy of the low-rank part", "of the squared norm",
           "What the spectral split keeps apart. Where a scheme does not split a tensor, what a "
-          "split of the same rank would. Good (bright): half and more; the residual has the rest. "
+          "split of the same rank would. Good (blue): half and more; the residual has the rest. "
           "A few percent: no directions to speak of are kept. No harm to a tensor of high stable "
           "rank, which has none, and bad for one of low stable rank.",
           ((0.5, "half of it"),), share=True),
     Panel("narrowing", "Narrowing of the residual", "max |x| / max |residual|",
           "How much range the spectral split takes away. Where a scheme does not split a tensor, "
-          "how much a split of the same rank would. Good (bright): 2 and more, where the split "
+          "how much a split of the same rank would. Good (blue): 2 and more, where the split "
           "saves a bit of range. At 1 it takes nothing away: no harm to a tensor of high stable "
           "rank, and bad for one of low stable rank.",
           ((1.0, "1: nothing taken away"),), log=True),
     Panel("sqnr_db", "SQNR", "signal to quantization noise, dB",
           f"Of the operand as the GEMM gets it. Good: {SQNR_NEAREST} dB and more, which is what "
           f"direct NVFP4 gives for normal values rounded to nearest; {SQNR_STOCHASTIC} dB is its "
-          "like with stochastic rounding, usual for gradients. Bad (bright): below both. Every "
+          "like with stochastic rounding, usual for gradients. Bad (red): below both. Every "
           "6 dB less doubles the error.",
           ((SQNR_NEAREST, f"{SQNR_NEAREST} dB: normal values, nearest"),
-           (SQNR_STOCHASTIC, f"{SQNR_STOCHASTIC} dB: stochastic")), colors="plasma_r"),
+           (SQNR_STOCHASTIC, f"{SQNR_STOCHASTIC} dB: stochastic"))),
     Panel("zeroed", "Zeroed share", "of the non-zero elements",
           f"Elements that quantization turns to zero. Good: about {ZEROED:.1%}, as of normal "
-          "values in direct NVFP4. Bad (bright): several times as much, since outliers set the "
+          "values in direct NVFP4. Bad (red): several times as much, since outliers set the "
           "scales and small values vanish beside them.",
-          ((ZEROED, f"{ZEROED:.1%}: normal values"),), share=True, colors="magma"),
+          ((ZEROED, f"{ZEROED:.1%}: normal values"),), share=True, colors="RdBu_r"),
     Panel("saturated", "Saturated share", "of the elements",
           f"Elements beyond the largest value that their block can hold. Good: {SATURATED:.1%} and "
           "less, as of normal values where scales are rounded to nearest; zero where they are "
-          "rounded up. Bad (bright): clearly more, since what is cut off is the largest.",
-          ((SATURATED, f"{SATURATED:.1%}: normal values"),), share=True, colors="magma"),
+          "rounded up. Bad (red): clearly more, since what is cut off is the largest.",
+          ((SATURATED, f"{SATURATED:.1%}: normal values"),), share=True, colors="RdBu_r"),
     Panel("orthogonality", "Orthogonality drift", "max |uᵀu - I|, |vh vhᵀ - I|",
           "How far training has moved the stored factors from orthonormal ones; a refresh brings "
           f"them back. Good: below {ORTHOGONAL:g}, the rounding of fp32. Bad (bright): near "
@@ -93,9 +99,9 @@ PANELS = (
           "The gradient of each weight as its layer computes it from quantized operands, against "
           "the same product of unquantized ones, in the first micro-batch of the step on the first "
           "process; noise that reaches a layer from other layers is not in it. Good: well above 1. "
-          "Bad (bright): below 1, where by arXiv 2505.19115 quantized training becomes less "
+          "Bad (red): below 1, where by arXiv 2505.19115 quantized training becomes less "
           "effective.", ((1.0, "1: gradient = √3 noise"),), log=True,
-          tensors=(_PRODUCT,), colors="viridis_r"),
+          tensors=(_PRODUCT,)),
 )  # fmt: skip
 
 
@@ -137,33 +143,33 @@ def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray
 
 
 def heat_map_of(run: RunRecord, panel: Panel) -> bytes | None:
-    """Return a PNG of a statistic, with the tensors that have it side by side.
+    """Return a PNG of a statistic, with the tensors that have it side by side on one scale.
 
-    None where the run has no such number, or a share is zero everywhere.
+    A tensor has no map where nothing was measured, or where a share is zero everywhere. None where
+    no tensor has one.
     """
     grids = {tensor: grid(run, tensor, panel.stat) for tensor in panel.tensors}
-    found = np.concatenate([values for values, _ in grids.values()])
-    if not np.isfinite(found).any() or (panel.share and not np.nanmax(found)):
-        return None
     shown = {t: (values, bad) for t, (values, bad) in grids.items()
-             if np.isfinite(values).any() or bad.any()}  # fmt: skip
+             if bad.any() or _has_values(values, panel)}  # fmt: skip
+    if not any(_has_values(values, panel) for values, _ in shown.values()):
+        return None
     layers = _order_layers(run)
-    height = min(max(2.6, 1.2 + 0.19 * len(layers)), 12)
-    width = 2.9 * len(shown) + 1.3 + 1.6 * (len(shown) == 1)
+    height = min(max(2.9, 1.5 + 0.19 * len(layers)), 12)
+    width = 2.9 * len(shown) + 1.3 + 1.9 * (len(shown) == 1)
     figure, axes = figure_axes(1, len(shown), (width, height), sharey=True)
-    marks = ", ".join(meaning for _, meaning in panel.marks)
-    figure.suptitle(f"{panel.title}: {panel.unit}\nlines on the scale: {marks}", fontsize=10)
+    norm, lowest = _scale(np.concatenate([values for values, _ in shown.values()]), panel)
     for axis, (tensor, (values, bad)) in zip(axes[0], shown.items()):
-        values, norm = _scaled(values, panel)
+        values = np.where(values < lowest, lowest, values)  # NaN stays
         image = heat_map(axis, values, norm, colors=panel.colors, crosses=bad)
         axis.set_title(tensor, fontsize=10)
         _step_ticks(axis, list(run.layers))
-        bar = figure.colorbar(image, ax=axis, shrink=min(1.0, 3.2 / height), pad=0.02, aspect=18)
-        _scale_ticks(bar.ax, panel)
-        for value, _ in panel.marks:
-            bar.ax.axhline(value, color="white", lw=3)
-            bar.ax.axhline(value, color="black", lw=1.4)
-        bar.outline.set_visible(False)
+    bar = figure.colorbar(image, ax=list(axes[0]), shrink=min(1.0, 3.2 / height), pad=0.02,
+                          aspect=18)  # fmt: skip
+    _scale_ticks(bar.ax, panel)
+    for value, _ in panel.marks:
+        bar.ax.axhline(value, color="white", lw=3)
+        bar.ax.axhline(value, color="black", lw=1.4)
+    bar.outline.set_visible(False)
     kinds = [group_of(layer) for layer in layers]
     if len(layers) <= _ROW_LABELS:
         axes[0][0].set_yticks(range(len(layers)), _short_names(layers))
@@ -173,27 +179,39 @@ def heat_map_of(run: RunRecord, panel: Panel) -> bytes | None:
     for row, (above, below) in enumerate(itertools.pairwise(kinds)):
         for axis in axes[0] if above != below else ():
             axis.axhline(row + 0.5, color="white", lw=1.6)
+    marks = ", ".join(meaning for _, meaning in panel.marks)
+    of = ", ".join(filter(None, (run.name, run.model)))
+    title = f"{panel.title}: {panel.unit}\nlines on the scale: {marks}"
+    figure.suptitle(f"{plain_text(of)}\n{title}", fontsize=10)
     return as_png(figure)
 
 
-def _scaled(values: np.ndarray, panel: Panel) -> tuple[np.ndarray, Normalize]:
-    """Return the values that colors show, and a scale that holds the panel's marks too."""
+def _has_values(values: np.ndarray, panel: Panel) -> bool:
+    finite = values[np.isfinite(values)]
+    return bool(finite.any() if panel.share else finite.size)
+
+
+def _scale(values: np.ndarray, panel: Panel) -> tuple[Normalize, float]:
+    """Return a scale of colors for the values and the panel's marks, and the least it can show."""
     finite = values[np.isfinite(values)]
     marks = [value for value, _ in panel.marks]
+    middle = marks[0]
+    if panel.share:  # plain data are at the middle
+        return TwoSlopeNorm(middle, 0.0, max(2 * middle, *finite)), 0.0
+    if not panel.log:
+        far = max(abs(value - middle) for value in [*marks, *finite])
+        return CenteredNorm(middle, far or 1.0), -math.inf
     positive = finite[finite > 0]
-    if panel.log and positive.size:
-        low, high = min(positive.min(), *marks), max(positive.max(), *marks)
-        values = np.where(values <= 0, positive.min(), values)
-        return values, LogNorm(low, max(high, low * 1.01))
-    low, high = min([*marks, *finite]), max([*marks, *finite])
-    if panel.share:
-        low, high = 0.0, max(high, *(2 * mark for mark in marks))  # plain data are half bright
-    return values, Normalize(low, high if high > low else low + 1)
+    low, high = min([*marks, *positive]), max([*marks, *positive])
+    if panel.centred:
+        far = max(high / middle, middle / low, 1.01)
+        return LogNorm(middle / far, middle * far), low
+    return LogNorm(low, max(high, low * 1.01)), low
 
 
 def _scale_ticks(axis: Axes, panel: Panel) -> None:
     """Label in plain numbers; matplotlib would label a logarithmic scale in powers of ten."""
-    axis.tick_params(labelsize=8, which="both")
+    axis.tick_params(which="both")
     if panel.share:
         axis.yaxis.set_major_formatter(PercentFormatter(1))
     elif panel.log and panel.stat != "orthogonality":
@@ -209,4 +227,4 @@ def _step_ticks(axis: Axes, steps: list[int]) -> None:
     stride = max(1, math.ceil((len(steps) - 1) / (_COLUMN_LABELS - 1)))
     places = list(range(0, len(steps), stride))
     axis.set_xticks(places, [str(steps[place]) for place in places])
-    axis.set_xlabel("step", fontsize=9)
+    axis.set_xlabel("step")

@@ -9,7 +9,9 @@ from typing import Any
 
 from metis_hf.config import MetisConfig
 from metis_hf.lab.health_maps import PANELS, heat_map_of
+from metis_hf.lab.run_curves import HELD_OUT, Gaps, curves_figure, gaps_to_control
 from metis_hf.lab.run_records import RunRecord, read_runs
+from metis_hf.lab.show.figure import short_models
 from metis_hf.lab.show.page import Cell, Page, number
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.messages import some
@@ -22,6 +24,12 @@ from metis_hf.training.reference_values import (
 
 _WORST = 3  # layers that a finding names
 _ALWAYS_SHOWN = ("scheme", "rank_frac", "seed")  # settings
+_CURVES_TEXT = (
+    f"Training loss above the {CONTROL} run's at the same step, of the same seed if there is one, "
+    "as a moving average (in the table: the mean of the last tenth), and held-out loss. A gap says "
+    "something where both runs have the same model, data and batch. Good: a gap that stays flat. "
+    "Bad: one that grows."
+)
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
@@ -68,9 +76,10 @@ def run_page(run: RunRecord) -> Page:
         page.section(
             "Layers over time",
             "A row for each layer, by kind and in model order; a column for each measured step. "
-            "Gray: not measured. A red cross: the tensor has NaN or infinity. A share that was "
-            "zero throughout has no picture. Lines on a scale of colors mark plain data: "
-            "independent normal values, rounded directly to NVFP4.",
+            "Gray: not measured. A red cross: the tensor has NaN or infinity. A tensor that was "
+            "not measured, or whose share was zero throughout, has no map. Lines on a scale of "
+            "colors mark plain data: independent normal values, rounded directly to NVFP4. Where "
+            "colors part at a line, blue is better and red is worse.",
         )
         for panel in PANELS:
             picture = heat_map_of(run, panel)
@@ -83,34 +92,42 @@ def run_page(run: RunRecord) -> Page:
 
 def table_page(runs: Sequence[RunRecord], left_out: Sequence[str]) -> Page:
     """Return a table of several runs, and the findings of each; why others were left out."""
-    names = [run.name for run in runs]
+    names, ends = [run.name for run in runs], short_models([str(run.path) for run in runs])
     for run in runs:
         if names.count(run.name) > 1:  # two runs of a scheme
-            run.name = f"{run.name} ({run.path})"
+            run.name = f"{run.name} ({ends[str(run.path)]})"
     page = Page("Training runs", ", ".join(run.name for run in runs))
     for sentence in left_out:
         page.notice(sentence)
-    for run in runs:
-        for note in run.notes:
-            page.notice(f"{run.name}: {note}")
-    header = ["run", "last loss", "steps", "lowest SQNR (dB)", "steps not finite", "FP4",
-              "refreshes", "noise crosses at", "directory"]  # fmt: skip
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
+        page.notice(f"{some([run.name for run in runs if note in run.notes], 6)}: {note}")
+    header = ["run", "last held-out loss", f"held-out loss above {CONTROL} (%)",
+              "last training loss", f"training loss above {CONTROL} (%)", "steps",
+              "lowest SQNR (dB)", "steps not finite", "FP4", "refreshes", "noise crosses at",
+              "directory"]  # fmt: skip
     page.section("Runs", "A click on a column's head sorts by it.")
-    page.table(header, [_row(run) for run in runs])
+    page.table(header, [_row(run, gaps_to_control(run, runs)) for run in runs])
+    picture = curves_figure(runs)
+    if picture is not None:
+        page.figure(picture, _CURVES_TEXT)
     for run in runs:
         page.section(run.name, *findings(run))
     return page
 
 
-def _row(run: RunRecord) -> list[Cell]:
-    losses, worst = run.series("loss")[1], _by_sqnr(run)
+def _row(run: RunRecord, gaps: Gaps | None) -> list[Cell]:
+    losses, held_out = run.series("loss")[1], run.series(HELD_OUT)[1]
+    worst = _by_sqnr(run)
     crossing, bad = run.crossing(), len(run.not_finite())
     place = _cell(None if crossing is None else crossing.step, ",.0f")
     if crossing is not None and crossing.step is None:
         place = Cell("never", math.inf)
     return [
         Cell(run.name),
+        _cell(held_out[-1] if held_out else None, ".4f"),
+        _cell(None if gaps is None or math.isnan(gaps.held_out) else gaps.held_out, "+.2f"),
         _cell(losses[-1] if losses else None, ".4f"),
+        _cell(None if gaps is None or not gaps.steps else gaps.at_end, "+.2f"),
         number(float(run.last_step), ",.0f"),
         _cell(worst[0][0] if worst else None, ".1f"),
         number(float(bad), ".0f", shade=float(bad > 0)),

@@ -19,6 +19,7 @@ from metis_hf.lab.health_maps import PANELS, grid, heat_map_of
 from metis_hf.lab.health_page import findings, write_report
 from metis_hf.lab.run_records import read_run
 from metis_hf.training.health import TENSORS
+from metis_hf.training.reference_values import SQNR_NEAREST, SQNR_STOCHASTIC
 from metis_hf.training.run_record import HEALTH_FILE
 
 MEASURED = [1, 3, 6, 9, 12]
@@ -125,6 +126,29 @@ class TestHeatMaps:
         assert values[0, -1] == pytest.approx(gradient / (3**0.5 * noise))
         assert not bad.any()
 
+    def test_tensors_share_a_scale_around_plain_data(self, trained, undrawn):
+        (panel,) = (panel for panel in PANELS if panel.stat == "sqnr_db")
+        *maps, _bar = heat_map_of(read_run(trained[0]), panel).axes
+        assert [axis.get_title() for axis in maps] == list(TENSORS)
+        assert len({axis.images[0].norm for axis in maps}) == 1
+        norm = maps[0].images[0].norm
+        assert norm(SQNR_NEAREST) == pytest.approx(0.5)  # the middle of the colors
+        assert 0 <= norm(SQNR_STOCHASTIC) < 0.5
+
+    def test_a_share_that_is_zero_throughout_has_no_map(self, trained, undrawn):
+        run = read_run(trained[0])
+        (panel,) = (panel for panel in PANELS if panel.stat == "zeroed")
+        for layers in run.layers.values():
+            for tensors in layers.values():
+                tensors["weight"]["zeroed"] = 0.0
+        *maps, _bar = heat_map_of(run, panel).axes
+        assert [axis.get_title() for axis in maps] == [t for t in TENSORS if t != "weight"]
+
+    def test_a_figure_names_its_run(self, trained, undrawn):
+        run = read_run(trained[0])
+        title = heat_map_of(run, PANELS[0]).get_suptitle()
+        assert title.startswith("metis, LlamaForCausalLM\nStable rank")
+
     def test_a_tensor_that_is_never_finite_has_crosses(self, trained, undrawn):
         run = read_run(trained[0])
         broken = {
@@ -180,7 +204,9 @@ class TestCommand:
         view = browser.open_page(out, tmp_path, browser.sort_by("steps not finite"))
         assert view.console == []
         assert view.result("down") == "3|0"
-        assert f"metis ({broken})" in text  # two runs of a scheme have two names
+        assert (
+            f"metis ({broken.parent.name}/{broken.name})" in text
+        )  # two runs of a scheme have two names
 
     def test_bf16_has_no_quantizer(self, train, tmp_path):
         train(tmp_path, "bf16", schedule=False, max_steps=1)

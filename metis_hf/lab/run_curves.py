@@ -1,0 +1,118 @@
+"""Curves of several runs: training losses above the control's, and held-out losses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from metis_hf.lab.compare.loss_figures import not_drawn, telling
+from metis_hf.lab.compare.statistics import gaps_percent
+from metis_hf.lab.run_records import RunRecord
+from metis_hf.lab.show.figure import (
+    Line,
+    as_png,
+    draw_lines,
+    figure_axes,
+    plain_text,
+    scheme_styles,
+    shared_legend,
+    smooth,
+    tidy,
+)
+from metis_hf.schemes import CONTROL
+
+HELD_OUT = "eval_loss"  # as Trainer logs it
+_END = 10  # the last 1/10 of the steps tells the gap at the end
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """The distance of a run from its control, in percent of the control's loss.
+
+    Attributes:
+        steps: that both runs logged a training loss at.
+        training: the gap at each of them; NaN where a loss is not finite.
+        held_out: the gap at the last step that both were evaluated at; NaN without one.
+    """
+
+    steps: list[int]
+    training: list[float]
+    held_out: float
+
+    @property
+    def at_end(self) -> float:
+        """The mean gap in training over the last tenth of the steps; NaN without a step."""
+        last = self.training[-max(1, len(self.training) // _END) :]
+        return statistics.fmean(last) if last else math.nan
+
+
+def gaps_to_control(run: RunRecord, runs: Sequence[RunRecord]) -> Gaps | None:
+    """Return the gaps of a run to the control of its seed, or else to the first control.
+
+    None for the control itself, and where no control is among the runs.
+    """
+    controls = [one for one in runs if one.config.get("scheme") == CONTROL]
+    if not controls or run in controls:
+        return None
+    alike = (one for one in controls if one.config.get("seed") == run.config.get("seed"))
+    control = next(alike, controls[0])
+    found = [
+        gaps_percent(dict(zip(*run.series(name))), dict(zip(*control.series(name))))
+        for name in ("loss", HELD_OUT)
+    ]
+    training, held_out = found
+    return Gaps([*training], [*training.values()], next(reversed(held_out.values()), math.nan))
+
+
+def curves_figure(runs: Sequence[RunRecord]) -> bytes | None:
+    """Draw the gaps in training and the held-out losses of runs by step; None without either."""
+    gaps = {run.name: found for run in runs if (found := gaps_to_control(run, runs)) is not None}
+    longest = max(run.last_step for run in runs)
+    ends = {  # runs that hardly began tell least
+        run.name: losses[-1] if losses and 2 * run.last_step > longest else math.nan
+        for run in runs
+        for losses in [run.series("loss")[1]]
+    }
+    controls = [run.name for run in runs if run.config.get("scheme") == CONTROL]
+    drawn = telling(ends, controls[:1])
+    # The first run of a scheme looks as the scheme does in other figures.
+    seen = dict.fromkeys(str(run.config.get("scheme")) for run in runs)
+    keys = {run.name: run.name for run in runs}
+    keys |= {
+        next(run.name for run in runs if str(run.config.get("scheme")) == scheme): scheme
+        for scheme in seen
+    }
+    styles = scheme_styles(list(keys.values()), repeat=True)
+    above, held_out = [], []
+    for run in runs:
+        style = styles[keys[run.name]]
+        if run.name in gaps and run.name in drawn and gaps[run.name].steps:
+            found = gaps[run.name]
+            span = max(1, len(found.steps) // 10)
+            above.append(Line(run.name, found.steps, smooth(found.training, span), style))
+        steps, losses = run.series(HELD_OUT)
+        if steps and run.name in drawn:
+            held_out.append(Line(run.name, steps, losses, style, points=True))
+    panels = [
+        (lines, label)
+        for lines, label in (
+            (above, f"training loss above {CONTROL} (%)"),
+            (held_out, "held-out loss (nats per token)"),
+        )
+        if lines
+    ]
+    if not panels:
+        return None
+    figure, axes = figure_axes(len(panels), 1, (9.5, 1 + 3.2 * len(panels)), sharex=True)
+    for axis, (lines, label) in zip(axes[:, 0], panels):
+        draw_lines(axis, lines)
+        axis.set_ylabel(label)
+        if lines is above:
+            axis.axhline(0, color="black", lw=1)
+    axes[-1, 0].set_xlabel("optimizer step" + not_drawn(ends, drawn))
+    tidy(*axes.flat)
+    shared_legend(figure, axes.flat)
+    models = dict.fromkeys(run.model for run in runs if run.model)
+    return as_png(figure, plain_text(", ".join(models)) or "Training runs")
