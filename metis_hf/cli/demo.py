@@ -17,7 +17,7 @@ QUICK_TIME = "a minute or two"
 def demo(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per scheme.")] = None,
     schemes: Annotated[
-        str, typer.Option(help="Comma-separated; `metis-hf schemes` lists them.")
+        str, typer.Option(help="Comma-separated; `metis-hf schemes --all` lists them.")
     ] = "bf16,nvfp4,nvidia,metis-paper,metis",
     out: Annotated[
         Path | None,

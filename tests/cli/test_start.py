@@ -50,6 +50,12 @@ def test_version():
     assert (code, printed) == (0, f"metis-hf {version('metis-hf')}\n")
 
 
+def test_schemes_are_listed():
+    for code, printed in start(["schemes"], ["schemes", "--all"]):
+        assert code == 0
+        assert "  nvfp4-rne " in printed
+
+
 def test_help():
     (code, printed), *each = start(["--help"], *([command, "--help"] for command in COMMANDS))
     assert code == 0

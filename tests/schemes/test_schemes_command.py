@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
 from layers.layer_tools import FP4_SCHEMES
+from paths import ROOT
 from typer.testing import CliRunner
 
 from metis_hf import scheme_names
 from metis_hf.cli.main import app
+from metis_hf.lab.cost import scheme_overhead
+from metis_hf.lab.scheme_list import FIRST, GROUPS
 from metis_hf.numerics import Quantizer
 from metis_hf.operands import AroundQuantizer, Operand
 from metis_hf.schemes import Scheme, registry
@@ -39,15 +43,68 @@ def test_json_lists_every_scheme_and_operand(run):
             assert "reuses" in operand or 0 < operand["bits"] <= 16
 
 
-def test_table_names_every_scheme(run):
-    shown = run().stdout
-    lines = [line.strip() for line in shown.splitlines()]
-    assert set(scheme_names()) <= set(lines)  # each heads its operands
-    assert max(map(len, shown.splitlines())) <= 100
+def test_list_has_a_line_for_each_scheme(run):
+    lines = [line for lines in GROUPS.values() for line in lines]
+    assert sorted(line.name for line in lines) == sorted(scheme_names())
+    for arguments, names in (([], FIRST), (["--all"], scheme_names())):
+        shown = run(*arguments, columns=60).stdout.splitlines()
+        assert max(map(len, shown)) <= 80
+        first = [line.split()[0] for line in shown[1 : shown.index("")] if line[0] == " "]
+        assert sorted(first) == sorted(names)
+    assert len(FIRST) == 12
 
 
-@pytest.mark.parametrize("names", [[], ["metis"]], ids=["all", "metis"])
-def test_no_word_is_broken_at_80_columns(names, run):
+def test_groups_of_the_list_are_the_sections_of_the_page():
+    page = (ROOT / "docs/schemes.md").read_text()
+    anchors = dict(re.findall(r"^\| \[`([\w-]+)`\]\(#([\w-]+)\)", page, re.MULTILINE))
+    sections, group = {}, ""
+    for level, title in re.findall(r"^(##|###) (.+)$", page, re.MULTILINE):
+        group = title if level == "##" else group
+        sections[title.lower().replace(" ", "-")] = group
+    found = {line.name: group for group, lines in GROUPS.items() for line in lines}
+    assert found == {name: sections[anchor] for name, anchor in anchors.items()}
+
+
+def test_numbers_of_the_list_are_counted_and_on_record():
+    tiny, larger = {}, {}
+    for record in ("metis", "averis", None, "newer"):  # the first that has a scheme counts
+        path = f"eval/results/methods-tiny{f'-{record}' if record else ''}.json"
+        for summary in json.loads((ROOT / path).read_text())["summaries"]:
+            if summary["gap"] is not None:
+                tiny.setdefault(summary["name"], round(summary["gap"]["mean"], 2))
+    runs = json.loads((ROOT / "eval/results/scale-30m/h200-431dd60.json").read_text())
+    losses = {r["scheme"]: r["loss"] for r in runs["parts"]["scale"]["items"].values()}
+    for name, loss in losses.items():
+        if name != "bf16":
+            larger[name] = round(100 * (loss / losses["bf16"] - 1), 2)
+    assert larger
+    listed = {line.name: line for lines in GROUPS.values() for line in lines}
+    assert {n: x.tiny for n, x in listed.items()} == {n: tiny.get(n) for n in listed}
+    assert {n: x.larger for n, x in listed.items()} == {n: larger.get(n) for n in listed}
+    extra = {n: f"{100 * scheme_overhead(n).share:.1f}" for n in listed}
+    assert {n: f"{x.extra:.1f}" for n, x in listed.items()} == extra
+
+
+def test_schemes_of_a_users_file_are_in_the_list(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "SCHEMES", dict(registry.SCHEMES))
+    own = tmp_path / "listed_schemes.py"
+    own.write_text(
+        "from metis_hf.schemes import register_scheme\n"
+        "from metis_hf.schemes.nvidia import nvidia\n"
+        "register_scheme('listed', summary='mine, said in many more words than a line has room "
+        "for', source='')(nvidia)\n"
+    )
+    shown = run("--import", str(own)).stdout.splitlines()
+    (line,) = (line.split() for line in shown if line.strip().startswith("listed"))
+    assert (line[1], line[-1]) == ("mine,", "0.3")
+
+
+def test_a_mode_of_the_list_is_refused(run):
+    assert "name schemes, or --json" in str(run("--mode", "shared").exception)
+
+
+def test_no_word_is_broken_at_80_columns(run):
+    names = scheme_names()
     shown = run(*names, columns=80).stdout
     assert max(map(len, shown.splitlines())) <= 80
     whole = set(shown.split())

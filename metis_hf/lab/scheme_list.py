@@ -1,0 +1,77 @@
+"""The schemes of this package in a line each; imports nothing, so that a list takes no time.
+
+What a scheme costs and its gaps are copies: tests/schemes/test_schemes_command.py holds them equal
+to `lab.cost.scheme_overhead` and to the records of eval/results, groups to docs/schemes.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """A scheme in a list."""
+
+    name: str
+    use: str  # what to take it for, in at most 30 characters
+    extra: float  # multiply-adds beyond the three GEMMs of a layer of 4096 x 4096, % of theirs
+    # Held-out loss above BF16's in %, trained from scratch; None: not on record.
+    tiny: float | None = None  # 0.3M parameters, three seeds: eval/results/methods-tiny*.json
+    larger: float | None = None  # 51M parameters, one seed: eval/results/scale-30m
+
+
+# To begin with; the others need a reason.
+FIRST = (
+    "bf16", "metis", "metis-paper", "metis-released", "nvfp4", "nvfp4-rne", "nvidia",
+    "four-over-six", "quartet2", "mxfp4", "w4a4", "w4a16",
+)  # fmt: skip
+GROUPS = {
+    "Controls": (
+        Line("bf16", "the control: nn.Linear", 0.0),
+        Line("bf16-split", "the control of split weights", 0.8, 0.27),
+    ),
+    "Spectral splits": (
+        Line("metis", "the smallest gap; the default", 4.0, 0.83, 0.13),
+        Line("metis-paper", "the Metis paper as written", 7.8, 17.86, 12.65),
+        Line("metis-released", "the code of the Metis authors", 13.6),
+        Line("mean-released", "the same with means for splits", 3.2),
+    ),
+    "NVFP4": (
+        Line("nvfp4", "the Metis paper's baseline", 0.0, 6.1),
+        Line("nvfp4-rne", "the cheapest that trains well", 0.0, 2.48, 1.06),
+        Line("nvidia", "what TransformerEngine trains", 0.3, 3.13, 0.99),
+        Line("nvidia-unbiased", "nvidia, gradients unbiased", 0.3),
+        Line("nvidia-paper", "nvidia as Metis rebuilt it", 4.7, 6.48),
+        Line("four-over-six", "nvidia with finer block scales", 0.3, 2.69),
+        Line("four-over-six-unbiased", "the same, gradients unbiased", 0.3),
+        Line("quartet2", "gradients unbiased by MS-EDEN", 3.6, 2.27),
+        Line("tetrajet2", "weights that do not oscillate", 0.5, 2.82),
+        Line("hot-channel", "errors of hot channels added", 6.5, 2.51),
+    ),
+    "Other formats": (
+        Line("mxfp4", "the OCP format, blocks of 32", 0.0, 3.79),
+        Line("mxfp4-hadamard", "mxfp4 with rotations", 0.7, 4.48),
+        Line("ufp4", "a uniform grid of four bits", 0.7, 2.49),
+        Line("if4", "E2M1 or integers, by block", 0.3, 2.69),
+        Line("mixfp4", "E2M1 or E1M2, by block", 0.3, 2.63),
+    ),
+    "Rotations": (
+        Line("halo", "wide rotations, HALO-2", 6.2, 2.6),
+        Line("quarot", "wide rotations, each operand", 4.7, 2.59),
+        Line("quip", "random orthogonal matrices", 4.7, 2.87),
+    ),
+    "Channels and outliers": (
+        Line("smoothquant", "inputs scaled by channel", 0.0, 2.73),
+        Line("outlier-suppression-plus", "inputs shifted and scaled", 0.0, 6.34),
+        Line("omniquant", "trained clipping of weights", 0.0, 2.62),
+        Line("svdquant", "a low-rank weight kept exact", 2.6, 2.88),
+        Line("occ", "outliers apart in BF16", 1.3, 2.82),
+        Line("mean", "token means apart", 0.0, 7.12),
+        Line("averis", "token means apart, nearest", 0.0, 3.27),
+        Line("averis-hadamard", "averis with rotations in wgrad", 0.3, 3.32),
+    ),
+    "As deployed": (
+        Line("w4a4", "served with four-bit inputs", 0.0),
+        Line("w4a16", "served with four-bit weights", 0.0),
+    ),
+}
