@@ -32,7 +32,7 @@ SCALE = (
 )
 HEADER = ("Layer", "Risk", "Tensor", "Elbow f", "f of noise", "Energy of k*", "Stable rank",
           "Zeroed", "SQNR dB", "Swamped", "SQNR dB (Metis)", "Swamped (Metis)")  # fmt: skip
-Draw = Callable[[str, Callable[[Any], bytes], Any], bytes]
+Draw = Callable[[str, Callable[[Any, str], bytes], Any, str], bytes]  # name, how, data, title
 
 
 class PageWriter:
@@ -63,24 +63,28 @@ class PageWriter:
                 "analysis was interrupted, the same command goes on from here."
             )
         at = short_names([*result.lines, *result.portraits])
+        page.text(_finding(result, at))
         write_csv(self.out / "layers.csv", result)
         page.cards(*_cards(result, at))
         if len(result.lines) > 1 or not result.missing:
             _overview(page, result, self._draw)
         _comparisons(page, result, self._draw)
-        for layer in list(result.portraits)[: 1 if result.missing else None]:
-            _portrait(page, layer, at[layer], result.portraits[layer], self._draw)
+        portraits = list(result.portraits)
+        if not result.missing:  # the riskiest layer's is first, and open
+            portraits.sort(key=lambda layer: -np.nan_to_num(result.risk(layer), nan=-1.0))
+        for layer in portraits[: 1 if result.missing else None]:
+            _portrait(page, result, layer, at[layer], self._draw, folded=layer != portraits[0])
         _table(page, result)
         page.section("How it was measured", *_method(result), *result.notes)
         page.save(self.out / "index.html")
 
-    def _draw(self, name: str, make: Callable[[Any], bytes], data: Any) -> bytes:
+    def _draw(self, name: str, make: Callable[[Any, str], bytes], data: Any, title: str) -> bytes:
         text = json_text(data)
-        key = digest(text, self._code)
+        key = digest(text, self._code, title)
         picture, beside = (self.out / "figures" / f"{name}.{end}" for end in ("png", "json"))
         done = self._store.get(f"measured/drawn/{name}", key) is not None
         if not (done and picture.exists() and beside.exists()):
-            content = make(data)
+            content = make(data, title)
             write_atomically(beside, lambda file: file.write(text.encode()))
             write_atomically(picture, lambda file: file.write(content))
             self._store.put(f"measured/drawn/{name}", key, {})
@@ -105,6 +109,23 @@ def _values(result: Analysis, kind: str, key: str) -> list[float]:
 
 def _place(name: tuple[str, str]) -> str:
     return "block {}, {}".format(*name)
+
+
+def _finding(result: Analysis, at: Mapping[str, tuple[str, str]]) -> str:
+    """Return the sentence that the page begins with."""
+    known = [name for name in result.lines if math.isfinite(result.risk(name))]
+    if not known:
+        return "No matrix has a spectrum: all are zero or have NaN or infinite elements."
+    riskiest = max(known, key=result.risk)
+    lines = result.lines[riskiest]
+    kind = max(lines, key=lambda kind: lines[kind].get("nvfp4_swamped", -1.0))
+    median = float(np.median([result.risk(name) for name in known]))
+    count = f"the riskiest of {len(known)} layers (median {median:.0%})"
+    return (
+        f"Rounding to NVFP4 may replace {result.risk(riskiest):.0%} of the singular directions of "
+        f"{_place(at[riskiest])}, in its {kind}, {count}; under metis it may replace "
+        f"{lines[kind]['metis_swamped']:.0%} of them."
+    )
 
 
 def _cards(result: Analysis, at: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str]]:
@@ -149,14 +170,15 @@ def _alignment(result: Analysis, at: Mapping[str, tuple[str, str]]) -> list[tupl
 
 def _overview(page: Page, result: Analysis, draw: Draw) -> None:
     page.section("All layers", RISK)
+    title = f"{short_model(result.model)}: all layers"
     page.figure(
-        draw("risk", figures.risk_map, result.lines),
+        draw("risk", figures.risk_map, result.lines, title),
         "Share of singular directions that the rounding error swamps, by block (rows) and layer: "
         "direct NVFP4 above, Metis below. Good: light, a few percent. Bad: dark; half and more of "
         "the directions that the tensor has may be replaced by rounding.",
     )
     page.figure(
-        draw("all-spectra", figures.all_spectra, result.lines),
+        draw("all-spectra", figures.all_spectra, result.lines, title),
         "Spectra of all layers, first blocks light, last ones dark; dots are elbows. Good for four "
         "bits: flat curves. Bad: curves that fall by orders of magnitude at their beginning, where "
         "a few directions set the scales for all others.",
@@ -167,12 +189,13 @@ def _comparisons(page: Page, result: Analysis, draw: Draw) -> None:
     if result.universality:
         page.section("Last FFN of each model")
         page.figure(
-            draw("universality", figures.universality, result.universality),
+            draw("universality", figures.universality, result.universality, "Last FFN"),
             "Weight of the last FFN's output projection; f = k*/r, the elbow's share. Good for "
             "four bits: a flat curve. Bad: a curve that falls steeply at its beginning.",
             wide=False,
         )
     if result.residuals:
+        title = f"{short_model(result.model)}: residuals"
         page.section(
             "Residual after training",
             "A weight trained with Metis is stored as a low-rank part and a residual. If the "
@@ -180,18 +203,20 @@ def _comparisons(page: Page, result: Analysis, draw: Draw) -> None:
             "weight trained without Metis and freed of as many leading components.",
         )
         page.figure(
-            draw("residual-spectra", figures.residual_spectra, result.residuals),
+            draw("residual-spectra", figures.residual_spectra, result.residuals, title),
             "Each curve relative to its own largest singular value; dots are elbows. Good: the "
             "residual's curve is the flattest. Bad: it falls as steeply as the whole weight's.",
         )
 
 
 def _portrait(
-    page: Page, layer: str, at: tuple[str, str], data: dict[str, Any], draw: Draw
+    page: Page, result: Analysis, layer: str, at: tuple[str, str], draw: Draw, *, folded: bool
 ) -> None:
+    data = result.portraits[layer]
+    title = f"{short_model(result.model)}: {layer}"
     notes = [f"{kind}: {part['note']}" for kind, part in data.items() if "note" in part]
     block, module = at
-    page.section(f"Block {block}: {module}", layer, *notes)
+    page.section(f"Block {block}: {module}", layer, *notes, folded=folded)
     for name, part, make, caption in figures.PORTRAIT:
         if any(part in tensor for tensor in data.values()):
             keys = ("shape", "note", part, *(("magnitudes",) if part == "distortion" else ()))
@@ -199,7 +224,7 @@ def _portrait(
                 kind: {key: tensor[key] for key in keys if key in tensor}
                 for kind, tensor in data.items()
             }
-            page.figure(draw(f"{name}.{layer}", make, shown), caption)
+            page.figure(draw(f"{name}.{layer}", make, shown, title), caption)
 
 
 def _table(page: Page, result: Analysis) -> None:

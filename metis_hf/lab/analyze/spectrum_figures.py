@@ -6,7 +6,7 @@ Columns are weight, activation and gradient throughout; schemes keep one colour.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,18 @@ from metis_hf.lab.analyze.distortion import SCHEMES
 from metis_hf.lab.analyze.short_names import short_names
 from metis_hf.lab.show.figure import (
     COLORS,
+    STYLES,
     as_png,
     figure_axes,
     heat_map,
     shared_legend,
-    short_model,
+    short_models,
     tidy,
 )
 from metis_hf.training.reference_values import RELATIVE_ERROR
 
 Data = Mapping[str, Any]
-SCHEME_COLORS = dict(zip(SCHEMES, COLORS))
+SCHEME_COLORS = {scheme: STYLES[scheme].color for scheme in SCHEMES}
 GREY = "#b8bcc2"
 _RAMP = ("#0b3954", "#0072B2", "#56B4E9", "#E69F00")  # leading to trailing component
 
@@ -37,7 +38,7 @@ def _panels(data: Data, part: str, height: float = 3.3, rows: int = 1):
     figure, axes = figure_axes(rows, max(len(kinds), 1), (4.1 * max(len(kinds), 1), height))
     tidy(*axes.flat)
     for axis, kind in zip(axes[0], kinds):
-        axis.set_title(f"{kind}  {data[kind]['shape'][0]} x {data[kind]['shape'][1]}", fontsize=10)
+        axis.set_title(f"{kind}  {data[kind]['shape'][0]} x {data[kind]['shape'][1]}")
     return figure, axes, kinds
 
 
@@ -68,7 +69,7 @@ def _spectrum_axes(axis: Any, curves: Sequence[Data]) -> None:
     tidy(axis)
 
 
-def spectra(data: Data) -> bytes:
+def spectra(data: Data, title: str) -> bytes:
     """Return singular spectra with elbows, against the spectrum of noise of the same norm."""
     figure, axes, kinds = _panels(data, "spectrum", 3.7)
     for axis, kind in zip(axes[0], kinds):
@@ -84,14 +85,14 @@ def spectra(data: Data) -> bytes:
             axis.text(0.03, 0.05,
                       f"elbow k* = {curve['elbow']} of {len(sigma)} ({curve['fraction']:.1%}),\n"
                       f"with {curve['energy']:.0%} of the energy",
-                      transform=axis.transAxes, fontsize=9, va="bottom",
+                      transform=axis.transAxes, va="bottom",
                       bbox={"fc": "white", "ec": "none", "alpha": 0.8})  # fmt: skip
     axes[0, 0].set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     shared_legend(figure, axes[0, :1])
-    return as_png(figure)
+    return as_png(figure, title)
 
 
-def components(data: Data) -> bytes:
+def components(data: Data, title: str) -> bytes:
     """Draw histograms of rank-1 components over the full matrix's."""
     figure, axes, kinds = _panels(data, "components", 3.4)
     for axis, kind in zip(axes[0], kinds):
@@ -102,7 +103,7 @@ def components(data: Data) -> bytes:
         _log_density(axis, part["edges"], part["full"])
     axes[0, 0].set_ylabel("density")
     shared_legend(figure, axes[0])
-    return as_png(figure)
+    return as_png(figure, title)
 
 
 def _fill(axis: Any, edges: Sequence[float], density: Sequence[float], color: str, label: str):
@@ -122,7 +123,7 @@ def _log_density(axis: Any, edges: Sequence[float], density: Sequence[float]) ->
     axis.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
 
 
-def residuals(data: Data) -> bytes:
+def residuals(data: Data, title: str) -> bytes:
     """Draw left singular vectors (above) and what is left without 3 % of the components (below)."""
     figure, axes, kinds = _panels(data, "residual", 6.2, rows=2)
     for column, kind in enumerate(kinds):
@@ -132,7 +133,7 @@ def residuals(data: Data) -> bytes:
             _step(top, vector["edges"], vector["density"], color, f"u, i = {index}")
         top.locator_params(axis="x", nbins=6)
         top.set_xlabel("entry of a left singular vector")
-        top.legend(frameon=False, fontsize=8, loc="upper right")
+        top.legend(frameon=False, loc="upper right")
         _fill(bottom, part["edges"], part["full"], GREY, "full matrix")
         _fill(bottom, part["residual_edges"], part["residual"], COLORS[4], "residual")
         _log_density(bottom, part["edges"], part["full"])
@@ -140,17 +141,18 @@ def residuals(data: Data) -> bytes:
         bottom.text(0.03, 0.97,
                     f"without the top {part['removed']}:\n{narrowing['max']:.1f}x narrower (max),\n"
                     f"{narrowing['q999']:.1f}x (99.9 %)", transform=bottom.transAxes, va="top",
-                    fontsize=8.5)  # fmt: skip
+                    )  # fmt: skip
     axes[0, 0].set_ylabel("density")
     axes[1, 0].set_ylabel("density")
     shared_legend(figure, axes[1, :1])
-    return as_png(figure)
+    return as_png(figure, title)
 
 
-def preprocessing(data: Data) -> bytes:
+def preprocessing(data: Data, title: str) -> bytes:
     """Return elements as they are, after a Hadamard rotation, and of Metis's residual."""
     figure, axes, kinds = _panels(data, "preprocessing", 3.4)
-    colors = {"original": GREY, "Hadamard": COLORS[1], "Metis residual": COLORS[3]}
+    colors = {"original": GREY, "Hadamard": SCHEME_COLORS["nvidia"],
+              "Metis residual": SCHEME_COLORS["metis"]}  # fmt: skip
     for axis, kind in zip(axes[0], kinds):
         part = data[kind]["preprocessing"]
         for name, density in part["density"].items():
@@ -160,14 +162,14 @@ def preprocessing(data: Data) -> bytes:
         wide = part["width"]
         lines = [f"{name}: {wide[name]['max'] / wide['original']['max']:.2f}" for name in colors]
         axis.text(0.03, 0.97, "largest element\n" + "\n".join(lines), transform=axis.transAxes,
-                  fontsize=7.5, va="top")  # fmt: skip
+                  va="top")  # fmt: skip
         axis.set_ylim(top=axis.get_ylim()[1] * 8)
     axes[0, 0].set_ylabel("density")
     shared_legend(figure, axes[0, :1])
-    return as_png(figure)
+    return as_png(figure, title)
 
 
-def distortion(data: Data) -> bytes:
+def distortion(data: Data, title: str) -> bytes:
     """Draw values before and after quantization, and errors of singular values and directions."""
     figure, axes, kinds = _panels(data, "distortion", 9.4, rows=3)
     for column, kind in enumerate(kinds):
@@ -192,7 +194,7 @@ def distortion(data: Data) -> bytes:
                 axis.set_ylabel(label)
     axes[0, 0].set_ylabel("density")
     shared_legend(figure, axes[:2, 0], columns=5)
-    return as_png(figure)
+    return as_png(figure, title)
 
 
 def _magnitudes(axis: Any, part: Data) -> None:
@@ -206,7 +208,7 @@ def _magnitudes(axis: Any, part: Data) -> None:
     axis.bar(place, zero["nvfp4"] / width, width, color=SCHEME_COLORS["nvfp4"])
     axis.text(0.13, 0.97,
               f"exactly 0:\n{zero['before']:.1%} before\n{zero['nvfp4']:.1%} direct\n"
-              f"{zero['metis']:.1%} Metis", transform=axis.transAxes, fontsize=8.5,
+              f"{zero['metis']:.1%} Metis", transform=axis.transAxes,
               va="top")  # fmt: skip
     axis.set_ylim(top=axis.get_ylim()[1] * 1.1)
     axis.set_xlim(edges[0] - 0.8, 1.9)
@@ -223,7 +225,7 @@ def binned(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     return x, np.array([np.median(y[group]) for group in groups])
 
 
-def alignment(data: Data) -> bytes:
+def alignment(data: Data, title: str) -> bytes:
     """Draw the alignment of sampled subspaces with the whole batch's, against the sample ratio."""
     figure, axes, kinds = _panels(data, "alignment", 3.6)
     for axis, kind in zip(axes[0], kinds):
@@ -240,13 +242,13 @@ def alignment(data: Data) -> bytes:
         axis.set_xscale("log")
         axis.set_ylim(0, 1.03)
         axis.set_xlabel("sample ratio")
-        axis.legend(frameon=False, fontsize=8.5, loc="lower right",
-                    title=f"subspace of dimension {part['rank']}", title_fontsize=8.5)  # fmt: skip
+        axis.legend(frameon=False, loc="lower right",
+                    title=f"subspace of dimension {part['rank']}")  # fmt: skip
     axes[0, 0].set_ylabel("mean squared\ncanonical correlation")
-    return as_png(figure)
+    return as_png(figure, title)
 
 
-def universality(models: Data) -> bytes:
+def universality(models: Data, title: str) -> bytes:
     """Return the spectrum of the last FFN's weight of every model."""
     figure, axes = figure_axes(1, 1, (6.4, 3.8 + 0.25 * len(models)))
     axis = axes[0, 0]
@@ -257,20 +259,10 @@ def universality(models: Data) -> bytes:
         _curve(axis, curve, color, f"{names[model]}, {curve['layer']}: {share}")
     axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     shared_legend(figure, [axis], columns=1)
-    return as_png(figure)
+    return as_png(figure, title)
 
 
-def short_models(paths: Iterable[str]) -> dict[str, str]:
-    """Return path -> its last parts, as many as tell all paths apart; else the whole path."""
-    paths = list(paths)
-    for parts in range(2, max(path.count("/") for path in paths) + 2):
-        names = {path: short_model(path, parts) for path in paths}
-        if len(set(names.values())) == len(names):
-            return names
-    return {path: path for path in paths}
-
-
-def all_spectra(lines: Data) -> bytes:
+def all_spectra(lines: Data, title: str) -> bytes:
     """Return the spectra of all layers, early ones light, late ones dark."""
     from matplotlib import colormaps
 
@@ -284,17 +276,17 @@ def all_spectra(lines: Data) -> bytes:
         for place, curve in enumerate(curves):
             color = colormaps["viridis_r"](0.1 + 0.9 * place / max(len(curves) - 1, 1))
             _curve(axis, curve, color, "", mark=True, lw=0.9)
-        axis.set_title(f"{kind}: {len(curves)} layers", fontsize=10)
+        axis.set_title(f"{kind}: {len(curves)} layers")
     axes[0, 0].set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
-    return as_png(figure)
+    return as_png(figure, title)
 
 
-def residual_spectra(layers: Data) -> bytes:
+def residual_spectra(layers: Data, title: str) -> bytes:
     """Return spectra of Metis-trained residuals against weights trained without Metis."""
     columns = min(2, len(layers))
     rows = -(-len(layers) // columns)
     figure, axes = figure_axes(rows, columns, (5.6 * columns, 3.6 * rows + 0.4))
-    colors = {"residual": COLORS[3], "whole weight": COLORS[0], "weight": "black"}
+    colors = {"residual": SCHEME_COLORS["metis"], "whole weight": COLORS[5], "weight": "black"}
     for axis in axes.flat[len(layers) :]:
         axis.remove()
     for axis, (layer, curves) in zip(axes.flat, layers.items()):
@@ -302,13 +294,13 @@ def residual_spectra(layers: Data) -> bytes:
         for label, curve in curves.items():
             color = colors.get(label.split(": ")[1], "#7a7f87")
             _curve(axis, curve, color, label)
-        axis.set_title(layer, fontsize=9)
+        axis.set_title(layer)
         axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     shared_legend(figure, axes.flat[: len(layers)], columns=4)
-    return as_png(figure)
+    return as_png(figure, title)
 
 
-def risk_map(lines: Data) -> bytes:
+def risk_map(lines: Data, title: str) -> bytes:
     """Share of swamped directions by block and kind of layer, direct NVFP4 above Metis."""
     from matplotlib.colors import Normalize
 
@@ -321,7 +313,7 @@ def risk_map(lines: Data) -> bytes:
         figure, axes = figure_axes(1, 1, (4.3, 1.2))
         axes[0][0].set_axis_off()
         axes[0][0].text(0.5, 0.5, "no layer has a spectrum", ha="center", va="center")
-        return as_png(figure)
+        return as_png(figure, title)
     figure, axes = figure_axes(2, len(kinds), (4.3 * len(kinds), min(height, 24)))
     for row, scheme in enumerate(("nvfp4", "metis")):
         for axis, kind in zip(axes[row], kinds):
@@ -332,16 +324,16 @@ def risk_map(lines: Data) -> bytes:
                 grid[blocks.index(block), modules.index(module)] = value
             text = ".0%" if len(blocks) <= 24 else ""
             image = heat_map(axis, grid, Normalize(0, 1), colors="YlOrRd", text=text)
-            axis.set_xticks(range(len(modules)), modules, rotation=40, ha="right", fontsize=8)
+            axis.set_xticks(range(len(modules)), modules, rotation=40, ha="right")
             step = max(1, len(blocks) // 24)
-            axis.set_yticks(range(0, len(blocks), step), blocks[::step], fontsize=8)
-            axis.set_title(f"{kind}, {SCHEMES[scheme]}", fontsize=9.5)
+            axis.set_yticks(range(0, len(blocks), step), blocks[::step])
+            axis.set_title(f"{kind}, {SCHEMES[scheme]}")
     figure.colorbar(image, ax=axes, shrink=0.5, label="share of directions swamped")
-    return as_png(figure)
+    return as_png(figure, title)
 
 
 # What a layer's portrait consists of: file name, part of the data, figure, caption.
-PORTRAIT: tuple[tuple[str, str, Callable[[Data], bytes], str], ...] = (
+PORTRAIT: tuple[tuple[str, str, Callable[[Data, str], bytes], str], ...] = (
     ("spectra", "spectrum", spectra,
      "Singular values with the elbow (dot), and the singular values of independent normal entries "
      "of the same norm (dashed). Where the curves agree, the matrix looks like noise: good "

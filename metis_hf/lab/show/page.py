@@ -54,10 +54,14 @@ class Page:
     subtitle: str = ""
     _blocks: list[dict[str, Any]] = field(default_factory=list)
 
-    def section(self, title: str, *paragraphs: str) -> Page:
-        """Append a heading, which the table of contents lists, and plain-text paragraphs."""
+    def section(self, title: str, *paragraphs: str, folded: bool = False) -> Page:
+        """Append a heading, which the table of contents lists, and plain-text paragraphs.
+
+        A folded section shows its heading alone, until the reader opens it.
+        """
         anchor = f"s{sum(block['kind'] == 'section' for block in self._blocks)}"
-        self._blocks.append({"kind": "section", "title": title, "anchor": anchor})
+        block = {"kind": "section", "title": title, "anchor": anchor, "folded": folded}
+        self._blocks.append(block)
         return self.text(*paragraphs)
 
     def text(self, *paragraphs: str) -> Page:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
+import re
 import shutil
 import weakref
 
@@ -42,7 +44,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Saving a figure is nine tenths of the time; a slow test looks at real ones."""
-    monkeypatch.setattr(figures, "as_png", lambda figure: b"")
+    monkeypatch.setattr(figures, "as_png", lambda figure, title: b"")
 
 
 def analyzed(checkpoint, out):
@@ -62,7 +64,7 @@ def analyzed(checkpoint, out):
 def analysis(checkpoint):
     """(result, directory) of an analysis whose figures are not drawn."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "as_png", lambda figure: b"")
+        patch.setattr(figures, "as_png", lambda figure, title: b"")
         return analyzed(checkpoint, checkpoint / "out")
 
 
@@ -204,6 +206,20 @@ def test_every_figure_and_layer_is_on_the_page(checkpoint, tmp_path):
     for name in pictures:
         assert (out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         json.loads((out / "figures" / f"{name}.json").read_text())
+
+
+def test_the_page_begins_with_a_finding_and_opens_one_layer(analysis):
+    result, out = analysis
+    page = html.unescape((out / "index.html").read_text())
+    riskiest = result.by_risk()[0]
+    finding = f"may replace {result.risk(riskiest):.0%} of the singular directions of block"
+    assert page.index(finding) < page.index('class="card"')
+    assert f"the riskiest of {len(result.lines)} layers (median" in page
+    folded = re.findall(r'<details id="\w+"><summary><h2>(.*?)</h2></summary>\s*<p>(.*?)</p>', page)
+    opened = max(result.portraits, key=result.risk)
+    assert {layer for _, layer in folded} == set(result.portraits) - {opened}
+    assert page.index(f"<p>{opened}</p>") < page.index("<details")
+    assert page.count("</details>") == len(folded)
 
 
 def test_data_of_figures(analysis):

@@ -35,7 +35,7 @@ def test_a_converted_head_is_analyzed_however_it_is_stored(tmp_path):
 def test_a_picture_of_layers_without_a_spectrum():
     """Of a diverged checkpoint."""
     lines = {"model.layers.0.mlp.up_proj": {"weight": {"shape": [8, 8]}}}
-    assert figures.risk_map(lines).startswith(b"\x89PNG")
+    assert figures.risk_map(lines, "a model").startswith(b"\x89PNG")
 
 
 def test_no_two_layers_have_one_short_name():
@@ -59,31 +59,31 @@ def test_no_two_layers_have_one_short_name():
 
 
 def test_the_risk_map_has_a_cell_for_every_layer(monkeypatch):
-    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    monkeypatch.setattr(figures, "as_png", lambda figure, title: figure)
     names = [f"encoder.layer.0.{end}" for end in ("attention.output.dense", "output.dense")]
     risks = {"nvfp4_swamped": 0.25, "metis_swamped": 0.75}
-    figure = figures.risk_map({name: {"weight": risks} for name in names})
+    figure = figures.risk_map({name: {"weight": risks} for name in names}, "a model")
     assert [text.get_text() for text in figure.axes[0].texts] == ["25%", "25%"]
 
 
 def test_a_legend_names_the_curves_of_every_panel(monkeypatch):
     """Where layers have other ranks."""
-    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    monkeypatch.setattr(figures, "as_png", lambda figure, title: figure)
     curve = {"sigma": [2.0, 1.0], "elbow": None}
     shared, own = "Metis: residual", [f"control: weight without its top {k}" for k in (8, 16)]
     layers = {name: {shared: curve, name: curve} for name in own}
-    (legend,) = figures.residual_spectra(layers).legends
+    (legend,) = figures.residual_spectra(layers, "a model").legends
     assert [text.get_text() for text in legend.get_texts()] == [shared, *own]
 
 
 def test_rows_of_experts_are_no_sequences(monkeypatch):
     """So nothing is said of how much of the subspace a sample of sequences finds."""
-    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    monkeypatch.setattr(figures, "as_png", lambda figure, title: figure)
     x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
     found = alignment.alignment_data(x, 4, None)
     assert found.keys() == {"rank", "rows", "by_row"}
     assert found["by_row"] == alignment.alignment_data(x, 4, 10)["by_row"]
-    figure = figures.alignment({"activation": {"shape": [50, 16], "alignment": found}})
+    figure = figures.alignment({"activation": {"shape": [50, 16], "alignment": found}}, "a")
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert labels == ["random rows (50 in all)"]
 
@@ -101,7 +101,7 @@ class TestConvertedExperts:
         train_tokenizer([Document("a", TEXT)], vocab_size=300).save_pretrained(place)
         sizes = {"sequences": 4, "length": 16, "rank": 4}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(figures, "as_png", lambda figure: b"")
+            patch.setattr(figures, "as_png", lambda figure, title: b"")
             result = analyze(
                 [place], place / "out", text=place / "text.txt", layers="experts", **sizes
             )

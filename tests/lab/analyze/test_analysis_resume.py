@@ -45,7 +45,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(portrait, "tensor_line", count("line", portrait.tensor_line))
     monkeypatch.setattr(portrait, "tensor_portrait", count("portrait", portrait.tensor_portrait))
     monkeypatch.setattr(capture, "load_model", count("model", capture.load_model))
-    monkeypatch.setattr(figures, "as_png", count("picture", lambda figure: b"png"))
+    monkeypatch.setattr(figures, "as_png", count("picture", lambda figure, title: b"png"))
     return found
 
 
@@ -59,7 +59,7 @@ def whole(checkpoint, tmp_path_factory):
     """(result, page) of an analysis that nothing disturbed; nothing is drawn."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "as_png", lambda figure: b"png")
+        patch.setattr(figures, "as_png", lambda figure, title: b"png")
         return analyzed(checkpoint, out), (out / "index.html").read_text()
 
 

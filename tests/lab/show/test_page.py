@@ -91,6 +91,22 @@ class TestBrowser:
         assert view.result("mark") == "ascending"
         assert view.result("down") == down
 
+    def test_a_folded_section_opens_from_the_contents(self, tmp_path):
+        page = Page("x").section("First", "seen").section("Second", "hidden", folded=True)
+        page.section("Third", "seen").save(tmp_path / "page.html")
+        script = """
+        const fold = document.querySelector("details"), shown = document.body.dataset;
+        shown.inside = fold.querySelector("p").textContent;
+        shown.before = fold.open;
+        document.querySelectorAll("nav a")[1].click();
+        shown.after = fold.open;
+        """
+        view = browser.open_page(tmp_path / "page.html", tmp_path, script)
+        assert view.console == []
+        assert view.result("inside") == "hidden"
+        assert (view.result("before"), view.result("after")) == ("false", "true")
+        assert re.search(r"</details>\s*<h2[^>]*>Third</h2>", view.dom)
+
     def test_infinity_is_the_largest_number(self, tmp_path):
         """As of noise that never crosses; what was not measured is last in both directions."""
         cells = [Cell("n/a", math.nan), Cell("never", math.inf), number(300.0), number(-math.inf)]
