@@ -32,8 +32,8 @@ PICTURED = thinned(NAMES, ("demo", "methods-tiny").__contains__)
 # Small ones: of one seed and of several, of a width, of a token count, beside published losses.
 QUICK = ("demo", "methods-tiny-averis", "methods-tiny-switch", "quartet2-scaled", "tokens-5",
          "width-384-ten", "width-96-quarter")  # fmt: skip
-# Records whose own table stands on no page: some stand in tables of gap_by_width.py and
-# gap_by_tokens.py, one beside published losses, others in sentences of the pages.
+# Records whose own table stands on no page: some stand in tables of gap_by_width, gap_by_tokens
+# and gap_by_batch, one beside published losses, others in sentences of the pages.
 UNSHOWN = {
     "methods-tiny-split",
     "tiny-ablations",
@@ -45,6 +45,7 @@ UNSHOWN = {
     *(f"width-96{end}" for end in ("", "-quarter", "-searched", "-lr-4e-3", "-lr-16e-3")),
     *(f"width-384{end}" for end in ("-quarter", "-switch", "-end", "-middle", "-fresh")),
     *(f"tokens-{count}" for count in (5, 10, 20, 40)),
+    *(f"batch-size/{count}" for count in ("2k", "8k", "32k")),
 }
 
 
