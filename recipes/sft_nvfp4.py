@@ -97,9 +97,11 @@ def main() -> None:
     losses[f"{a.scheme}, {a.method}"] = trainer.evaluate()["eval_loss"]
 
     model.config.use_cache = True  # off in training, and of use in generation
-    trainer.save_model(str(out / a.method / "model"))
+    model.config.name_or_path = a.model  # the base_model of the cards
+    trainer.save_model()
+    trainer.create_model_card()
     if trainer.is_world_process_zero():
-        report = export_checkpoint(out / a.method / "model", a.export, format="compressed-tensors")
+        report = export_checkpoint(out / a.method, a.export, format="compressed-tensors")
         print("\nNats per token on held-out documents:")
         for name, loss in losses.items():
             print(f"  {name:18} {loss:.4f}")

@@ -7,6 +7,7 @@ import copy
 import doctest
 import io
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -283,6 +284,9 @@ def test_sft_trainer(tmp_path):
     names = run.get_decay_parameter_names(run.model)
     assert not any(name.endswith((".u", ".vh")) for name in names)
     assert run.evaluate()["eval_kl"] < before["eval_kl"]
+    run.create_model_card()  # TRL's own, and our part of it
+    tags = huggingface_hub.ModelCard.load(tmp_path / "README.md").data.tags
+    assert {"sft", "fp4-training", "scheme:nvfp4-rne"} <= {*tags}
     mixed = made(QadSFT, teacher=model(), cross_entropy_share=0.5)
     mixed.train()
     after = mixed.evaluate()

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from paths import ROOT
 
 from metis_hf.deploy.packed import load_packed
@@ -85,3 +86,6 @@ def test_chat_and_labels_and_weights_alone(launch, tmp_path):
     group = config["quantization_config"]["config_groups"]["group_0"]
     assert group["weights"]["num_bits"] == 4
     assert group.get("input_activations") is None
+    tags = ModelCard.load(tmp_path / "out/qat/README.md").data.tags
+    assert {"sft", "scheme:w4a16"} <= {*tags}
+    assert "vllm serve nvfp4" in ModelCard.load(tmp_path / "nvfp4/README.md").text
