@@ -104,7 +104,8 @@ class MetisTrainerMixin:
         """Write the card that Trainer writes, and how the model computes, costs, loads and serves.
 
         Args:
-            args, kwargs: for the card of the Trainer below.
+            args: for Trainer's own card.
+            kwargs: for Trainer's own card.
         """
         super().create_model_card(*args, **kwargs)  # type: ignore[misc]
         if self.is_world_process_zero():  # type: ignore[attr-defined]
