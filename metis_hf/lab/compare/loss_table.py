@@ -8,11 +8,23 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from rich.table import Table
+
 from metis_hf.lab.compare.statistics import Interval, Summary
-from metis_hf.lab.show.table import latex_table, latex_text, markdown_table
+from metis_hf.lab.show.table import (
+    fitting,
+    latex_table,
+    latex_text,
+    markdown_table,
+    terminal_table,
+)
 from metis_hf.schemes import CONTROL
 
 _CROWDED = 8  # rows; more are sorted by loss
+# Columns of a terminal by their worth, by how titles begin; tasks stand before the last two.
+_WORTH = (
+    "Loss", "Gap to control", "Extra", "Above", "s/step", "Gap dense", "Avg", "x control", "MB",
+)  # fmt: skip
 
 
 def ordered(summaries: Sequence[Summary]) -> list[Summary]:
@@ -116,6 +128,35 @@ def _with_bold(cells: list[list[str]], summaries: Sequence[Summary], bold: str) 
         if summary.name == best(summaries):
             row[1] = bold.format(row[1])
     return cells
+
+
+def terminal(
+    summaries: Sequence[Summary], reference: str | None, *, timed: bool, width: int
+) -> tuple[Table, list[str]]:
+    """Return the table for a terminal, and the titles of columns for which it is too narrow.
+
+    The lowest loss is bold, diverged variants are red.
+    """
+    titles = header(summaries, reference, timed=timed)
+    titles = [title.removesuffix(" multiply-adds, %") for title in titles]
+    cells = rows(summaries, timed=timed)
+
+    def place(index: int) -> float:
+        return next((n for n, word in enumerate(_WORTH) if titles[index].startswith(word)), 6.5)
+
+    kept = fitting(titles, cells, width, sorted(range(1, len(titles)), key=place))
+    winner = best(summaries)
+    styles = [
+        "red" if math.isnan(s.mean) else "bold" if s.name == winner != CONTROL else None
+        for s in summaries
+    ]
+    table = terminal_table(
+        [titles[index] for index in kept],
+        [[row[index] for index in kept] for row in cells],
+        title="Held-out loss, nats per token: mean ± sd; gap: mean ± 95 % interval",
+        styles=styles,
+    )
+    return table, [title for index, title in enumerate(titles) if index not in kept]
 
 
 def as_csv(summaries: Sequence[Summary]) -> str:

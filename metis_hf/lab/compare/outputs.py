@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from transformers import AutoConfig
 
 from metis_hf.config import MetisConfig
@@ -20,9 +19,7 @@ from metis_hf.lab.compare.results import SchemeResult, compact
 from metis_hf.lab.compare.statistics import Summary, summarize
 from metis_hf.lab.compare.step_times import TIMES_FILE, load_times
 from metis_hf.lab.cost import meta_model, model_overhead
-from metis_hf.lab.show.table import terminal_table
 from metis_hf.layers.experts import has_fused_experts
-from metis_hf.schemes import CONTROL
 from metis_hf.shared.numbers import short_number
 from metis_hf.shared.records import environment, write_json
 
@@ -80,8 +77,11 @@ def write_outputs(
     }
     write_json(out / RECORD_FILE, record)
     write_tables(summaries, results, out, sentences, plan.reference, timed=timed)
-    console.print(_terminal(summaries, plan.reference, timed=timed))
-    for sentence in sentences:
+    table, left_out = loss_table.terminal(
+        summaries, plan.reference, timed=timed, width=console.width
+    )
+    console.print(table)
+    for sentence in sentences + ([f"In table.md: {', '.join(left_out)}."] if left_out else []):
         console.print(f"- {sentence}")
     if (beside := published.match(plan)) is not None:
         (out / PUBLISHED_FILE).write_text(published.markdown(beside, summaries))
@@ -184,18 +184,3 @@ def _mixed(
             found.setdefault(value, set()).update(schemes)
     text = "; ".join(f"{value}: {', '.join(sorted(schemes))}" for value, schemes in found.items())
     return [f"Runs of different {what}. {text}."] if text else []
-
-
-def _terminal(summaries: Sequence[Summary], reference: str | None, *, timed: bool) -> RichTable:
-    """Return the table for a terminal: the lowest loss in bold, diverged variants in red."""
-    winner = loss_table.best(summaries)
-    styles = [
-        "red" if math.isnan(s.mean) else "bold" if s.name == winner != CONTROL else None
-        for s in summaries
-    ]
-    return terminal_table(
-        loss_table.header(summaries, reference, timed=timed),
-        loss_table.rows(summaries, timed=timed),
-        title="Held-out loss, nats per token: mean ± sd; gap: mean ± 95 % interval",
-        styles=styles,
-    )

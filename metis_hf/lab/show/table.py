@@ -55,6 +55,28 @@ def latex_text(text: str) -> str:
     return re.sub(r"^-(?=\d)", "$-$", text.translate(_LATEX))
 
 
+def fitting(header: Cells, rows: Sequence[Cells], width: int, worth: Sequence[int]) -> list[int]:
+    """Return the columns, in their order, of which `terminal_table` breaks no cell.
+
+    Args:
+        header: titles of the columns; their words stay whole.
+        rows: cells of each row.
+        width: of the terminal.
+        worth: columns besides the first, which is there in any case; those that no longer fit
+            beside the ones before them are left out.
+    """
+    wide = [
+        max(map(len, (*title.split(), *(row[index] for row in rows))), default=0) + 3
+        for index, title in enumerate(header)
+    ]
+    kept, left = [0], width - 1 - min(wide[0], _NAME + 3)
+    for index in worth:
+        if wide[index] <= left:
+            kept.append(index)
+            left -= wide[index]
+    return sorted(kept)
+
+
 def terminal_table(
     header: Cells, rows: Sequence[Cells], *, title: str, styles: Sequence[str | None] = ()
 ) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import warnings
 
@@ -11,6 +12,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from metis_hf import MetisConfig
 from metis_hf.lab.compare import loss_table, outputs
@@ -30,6 +32,39 @@ def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1, dense=None):
         scheme, {}, "", loss, values, seconds, history,
         seed=seed, peak_memory=10**6, parameters=5, loss_dense=dense,
     )  # fmt: skip
+
+
+class TestTerminal:
+    def shown(self, width, seeds=3):
+        """Return the lines of the table and the columns that are left out."""
+        losses = {"bf16": 3.7, "metis-paper": 4.4, "metis": 3.8, "half of the blocks in BF16": 4.0}
+        runs = [
+            result(name, seed, loss * (1 + 0.01 * seed**2 * loss), {"piqa": 0.5}, dense=loss)
+            for seed in range(seeds)
+            for name, loss in losses.items()
+        ]
+        summaries = summarize(runs, "metis", extra=dict.fromkeys(losses, 64.2))
+        table, left_out = loss_table.terminal(summaries, "metis", timed=True, width=width)
+        console = Console(file=io.StringIO(), width=width)
+        console.print(table)
+        lines = console.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        return lines, left_out
+
+    @pytest.mark.parametrize("seeds", [1, 3])
+    def test_80_columns_hold_whole_numbers(self, seeds):
+        lines, left_out = self.shown(80, seeds)
+        rows = [line for line in lines if line.startswith("│")]
+        assert len(rows) == 4
+        assert all("64.2" in row for row in rows)
+        assert all((row.count("±") >= 2) == (seeds > 1) for row in rows[1:])
+        assert "MB" in left_out
+        assert "Gap to control, %" not in left_out
+
+    def test_a_wide_terminal_holds_all(self):
+        lines, left_out = self.shown(200)
+        assert left_out == []
+        assert "piqa" in " ".join(lines)
 
 
 class TestInterval:
