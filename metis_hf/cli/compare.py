@@ -36,7 +36,7 @@ def compare(
     ] = None,
     schemes: Annotated[
         str | None,
-        typer.Option(help="Comma-separated, or all; `metis-hf schemes` lists them."),
+        typer.Option(help="Comma-separated, or all; `metis-hf schemes --all` lists them."),
     ] = None,
     reference: Annotated[
         str | None,
@@ -107,9 +107,17 @@ def compare(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the runs, their FLOPs and what is published of them; train nothing.",
+            help="Print the runs, how long they take, in how much memory, and what is published "
+            "of them; train nothing.",
         ),
     ] = False,
+    device: Annotated[
+        Literal["h100", "h200", "cpu"] | None,
+        typer.Option(
+            help="Of the times that --dry-run says; default: as this machine, but h200 for what "
+            "its CPU takes more than a day for."
+        ),
+    ] = None,
     imports: Imports = None,
 ) -> None:
     """Train several schemes alike and compare them with error bars.
@@ -143,6 +151,7 @@ def compare(
             share=_share(task),
             times=times,
             dry_run=dry_run,
+            device=device,
             imports=import_sources(imports),
         )
     )

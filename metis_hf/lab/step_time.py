@@ -10,7 +10,7 @@ off by a factor of two.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,9 +58,10 @@ class Device:
         """The ways in which a step can be started, the faster one first."""
         return (RECORDED, PYTHON) if any(each.python for each in self.added.values()) else (PYTHON,)
 
-    def columns(self, ways: Iterable[str]) -> list[str]:
-        """Return titles for times by way: "time" on a device where they do not differ."""
-        return list(ways) if len(self.ways) > 1 else ["time"]
+    @property
+    def titles(self) -> list[str]:
+        """Titles for times in the ways: "time" where there is only one."""
+        return list(self.ways) if len(self.ways) > 1 else ["time"]
 
 
 # Width 768: the steps of GPT-2 130M in benchmarks/gpu-nvidia-h200.md. What quantizers add for each

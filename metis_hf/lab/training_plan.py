@@ -1,4 +1,4 @@
-"""The cost of a training run before it begins: parameters, tokens, steps, FLOPs, memory.
+"""The cost of a training run before it begins: parameters, tokens, steps, time, memory.
 
 Nothing is allocated: parameters are counted on the meta device, and saved activations by tracing a
 forward pass with fake tensors. For dense decoders whose layers are attention and linear ones.
@@ -20,6 +20,7 @@ from metis_hf.conversion.report import gemm_weights
 from metis_hf.lab.cost import meta_model, model_overhead
 from metis_hf.lab.rank_memory import Workload, blocks_of, count_elements, rank_memory
 from metis_hf.lab.show.table import terminal_table
+from metis_hf.lab.step_time import DEVICES, PYTHON, RECORDED, WEEK, about, device_for, step_seconds
 from metis_hf.layers.experts import has_fused_experts
 from metis_hf.shared.numbers import gib, si
 
@@ -40,6 +41,8 @@ class Plan:
     flops: dict[str, float]  # of one optimizer step over all processes, by kind: see `step_flops`
     added_share: float  # multiply-adds beyond the converted layers' GEMMs: see `cost.overhead`
     memory: dict[str, dict[str, int]]  # bytes by kind, "DDP" and "FSDP2": see `rank_memory`
+    # Of an optimizer step, about: by device (`step_time.DEVICES`) and by the way it is started.
+    seconds: dict[str, dict[str, float]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan JSON-ready, derived numbers included."""
@@ -87,16 +90,19 @@ def plan_training(config: PreTrainedConfig, metis: MetisConfig, workload: Worklo
         "original": original,
         "converted": sum(x.in_features * x.out_features for _, x in metis_layers(model)),
     }
-    ways = {"DDP": False, "FSDP2": True}
+    ways, flops = {"DDP": False, "FSDP2": True}, step_flops(model, gemms, workload)
     passed = workload.device_batch * workload.sequence_length
     return Plan(
         model_type=config.model_type,
         scheme=metis.scheme,
         workload=workload,
         parameters=counts,
-        flops=step_flops(model, gemms, workload),
+        flops=flops,
         added_share=model_overhead(config, metis, passed).share,
         memory={name: rank_memory(model, workload, sharded=way) for name, way in ways.items()},
+        seconds={
+            name: step_seconds(model, flops, workload, device) for name, device in DEVICES.items()
+        },
     )
 
 
@@ -150,10 +156,18 @@ def step_flops(
     }
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print a plan as three tables."""
+def print_plan(
+    plan: Plan, console: Console | None = None, *, device: str | None = None, runs: int = 1
+) -> None:
+    """Print a plan as two tables.
+
+    Args:
+        plan: of one run.
+        console: where to print.
+        device: one of `step_time.DEVICES`; None: `device_for` chooses.
+        runs: trainings of this kind, one after the other.
+    """
     console, load, counts = console or Console(), plan.workload, plan.parameters
-    whole = sum(plan.flops.values())
     run = {
         "Parameters": f"{counts['original']:,}",
         "  as stored": f"{counts['total']:,}",
@@ -163,24 +177,36 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         "Steps": f"{load.steps:,}",
         "Ranks x accumulation x sequences x length": f"{load.world_size} x {load.accumulation} x "
         f"{load.device_batch} x {load.sequence_length}",
+        "FLOPs of the model": si(sum(plan.flops.values()) * load.steps, "FLOP"),
     }
-    flops = {name: si(count, "FLOP") for name, count in plan.flops.items() if count}
-    flops |= {"step": si(whole, "FLOP"), "run": si(whole * load.steps, "FLOP")}
-    for title, rows in ((plan.model_type, run), (f"FLOPs, scheme {plan.scheme}", flops)):
-        console.print(_table(title, ("",), {name: (text,) for name, text in rows.items()}))
+    name = device or device_for(runs * load.steps * plan.seconds["cpu"][PYTHON])
+    chosen, step = DEVICES[name], plan.seconds[name]
+    for way, seconds in step.items():
+        how = f", {way}" if RECORDED in chosen.ways else ""
+        time = load.steps * seconds
+        run[f"Time on {load.world_size} x {chosen.name}{how}"] = f"about {about(time)}"
+        if runs > 1:
+            run[f"  of all {runs} runs{how}"] = f"about {about(runs * time)}"
+    console.print(_table(plan.model_type, ("",), {name: (text,) for name, text in run.items()}))
     kinds = dict.fromkeys(kind for memory in plan.memory.values() for kind in memory)
     memory = {
         kind: [gib(held[kind]) if kind in held else "" for held in plan.memory.values()]
         for kind in kinds
         if any(held.get(kind) for held in plan.memory.values())
     }
-    memory["total"] = [gib(sum(held.values())) for held in plan.memory.values()]
+    totals = [sum(held.values()) for held in plan.memory.values()]
+    memory["total"] = [gib(total) for total in totals]
     console.print(_table("Memory of a rank", plan.memory, memory))
-    console.print(
-        f"Where FP4 units run its GEMMs, {plan.scheme} multiplies {plan.added_share:.1%} more than "
-        "they do. Emulation takes several times the steps of the plain model: docs/performance.md. "
-        "Memory leaves out temporaries, fragmentation and the framework itself."
-    )
+    said = [f"Times are {chosen.source}. Communication, data and evaluation come on top."]
+    if RECORDED in step:
+        said.append("Recipes start steps by Python; MetisTrainer(cuda_graphs=True) records them.")
+    said.append("Memory leaves out temporaries, fragmentation and the framework itself.")
+    if runs * load.steps * step[PYTHON] > WEEK:
+        said.append("Warning: more than a week. Lower --tokens first.")
+    if chosen.memory is not None and min(totals) > chosen.memory * 2**30:
+        said.append(f"Warning: {chosen.name} has {chosen.memory} GiB, too few for a rank.")
+    for line in said:
+        console.print(line, highlight=False)
 
 
 def _table(title: str, columns, rows) -> Table:

@@ -188,11 +188,24 @@ def test_a_plan_adds_up_and_is_printed():
     assert (values["steps"], values["accumulation"], values["tokens"]) == (10, 2, 10 * 1024)
     assert values["flops_total"] == 10 * sum(values["flops"].values())
     assert values["memory_total"]["DDP"] == sum(split.values())
+    assert list(values["seconds"]) == ["h100", "h200", "cpu"]
     console = Console(record=True, width=100, file=io.StringIO())
-    print_plan(plan, console)
+    print_plan(plan, console, device="h200")
     text = console.export_text()
     assert f"{plan.parameters['original']:,}" in text
-    assert f"multiplies {plan.added_share:.1%} more" in text
+    assert "Time on 4 x H200, by Python │ about 1 min" in " ".join(text.split())
+    assert "Warning" not in text
+    # Ten steps of it are no time; ever so many of them are more than a week.
+    long = dataclasses.replace(
+        plan,
+        workload=dataclasses.replace(LOAD, steps=10**12),
+        memory={"DDP": {"weights": 2**40}, "FSDP2": {"weights": 2**38}},
+    )
+    print_plan(long, console, device="h200", runs=2)
+    text = console.export_text()
+    assert "of all 2 runs" in text
+    assert "Warning: more than a week" in text
+    assert "Warning: H200 has 139.8 GiB, too few for a rank" in text
 
 
 def test_a_workload_that_cannot_be_cut():

@@ -42,6 +42,7 @@ def compare_schemes(
     share: tuple[int, int] | None = None,
     times: bool = False,
     dry_run: bool = False,
+    device: str | None = None,
     imports: Sequence[str] = (),
 ) -> list[str]:
     """Train what is missing, write tables and figures, and return an error text for each failure.
@@ -60,6 +61,7 @@ def compare_schemes(
             tables.
         times: time a step of every variant side by side, afterwards.
         dry_run: show the plan alone.
+        device: of the times of a dry run, as `show_plan` takes it.
         imports: files and modules that register schemes, as `absolute_source` gives them.
 
     Raises:
@@ -75,7 +77,7 @@ def compare_schemes(
         )
     plan, console = make_plan(**options, needs_data=not dry_run), Console(markup=False)
     if dry_run:
-        show_plan(plan, console)
+        show_plan(plan, console, device)
         return []
     if launcher and jobs not in (None, 1):
         raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")

@@ -1,8 +1,10 @@
-"""A comparison before it is paid for: model, tokens, steps, FLOPs, and what is published."""
+"""A comparison before it is paid for: tokens, steps, time, memory, and what is published."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,29 +16,50 @@ from metis_hf.data.chunked import META, read_meta
 from metis_hf.lab.compare import published
 from metis_hf.lab.compare.plan import ComparisonPlan
 from metis_hf.lab.compare.variants import Variant
-from metis_hf.lab.cost import meta_model, model_overhead
-from metis_hf.lab.rank_memory import Workload
+from metis_hf.lab.cost import meta_model
+from metis_hf.lab.rank_memory import Workload, rank_memory
 from metis_hf.lab.show.table import terminal_table
+from metis_hf.lab.step_time import (
+    DEVICES,
+    PYTHON,
+    RECORDED,
+    WEEK,
+    Device,
+    about,
+    device_for,
+    step_seconds,
+)
 from metis_hf.lab.training_plan import step_flops
 from metis_hf.layers.experts import has_fused_experts
-from metis_hf.shared.numbers import si
+from metis_hf.shared.numbers import gib, si
 
 
-def show_plan(plan: ComparisonPlan, console: Console) -> None:
-    """Print what a comparison would train; nothing is trained or written.
+def show_plan(plan: ComparisonPlan, console: Console, device: str | None = None) -> None:
+    """Print what a comparison would train, and for how long; nothing is trained or written.
 
-    FLOPs count the model: the three GEMMs of each layer, output head and attention. Beside
-    them stands what the scheme multiplies besides, where FP4 units run its GEMMs.
+    Args:
+        plan: of the comparison.
+        console: where to print.
+        device: one of `step_time.DEVICES`; None: `device_for` chooses.
     """
     config = AutoConfig.for_model(**plan.experiment.model)
     for line in describe(plan, config):
         console.print(f"- {line}")
-    beside = published.match(plan)
-    console.print(
-        terminal_table(header(beside), rows(plan, config, beside), title="One run of each variant")
-    )
-    if any(variant.precision_schedule for variant in plan.variants):
-        console.print("- Of a run whose precision switches, the FLOPs are those without a switch.")
+    beside, seconds = published.match(plan), {v.name: times(plan, config, v) for v in plan.variants}
+    each = len(plan.seeds)
+    name = device or device_for(sum(each * found["cpu"][PYTHON] for found in seconds.values()))
+    chosen = DEVICES[name]
+    titles = ["Variant", *chosen.titles]
+    if beside is not None and beside.losses:
+        titles += ["Published as", *(["Loss"] if beside.exact else []), "Gap, %"]
+    cells = [row(variant, found[name], chosen, beside) for variant, found in seconds.items()]
+    console.print(terminal_table(titles, cells, title=f"A run on one {chosen.name}"))
+    total = sum(each * min(found[name].values()) for found in seconds.values())
+    memory = control_memory(plan, config, bf16=name != "cpu")
+    whole = "an unknown time" if math.isnan(total) else f"about {about(total)}"
+    console.print(f"All {len(plan.runs())} runs take {whole} on one {chosen.name}.")
+    for sentence in remarks(plan, chosen, total, memory):
+        console.print(f"- {sentence}")
     if beside is not None:
         console.print(f"- {published.describe(beside)}")
         for sentence in beside.differences:
@@ -57,49 +80,68 @@ def describe(plan: ComparisonPlan, config: PreTrainedConfig) -> list[str]:
         f"Runs: {count}, {len(plan.variants)} variants x {len(plan.seeds)} "
         f"seed{'s' * (len(plan.seeds) > 1)} ({', '.join(map(str, plan.seeds))})",
     ]
+    if not has_fused_experts(model):
+        flops = load.steps * sum(step_flops(model, gemm_weights(model), load).values())
+        lines.append(f"FLOPs of a run's model: {si(flops, 'FLOP')}")
     return [*lines, f"Data: {_describe_data(plan)}"]
 
 
-def header(beside: published.Beside | None) -> list[str]:
-    """Return the titles of the columns of `rows`."""
+def times(
+    plan: ComparisonPlan, config: PreTrainedConfig, variant: Variant
+) -> dict[str, dict[str, float]]:
+    """Return the seconds of a run by device and way, about; NaN where experts are fused."""
+    model, load = meta_model(config), _workload(plan)
+    if has_fused_experts(model):
+        return {name: dict.fromkeys(each.ways, math.nan) for name, each in DEVICES.items()}
+    gemms = gemm_weights(model)
+    get_metis_model(model, variant.metis_config(plan.seeds[0]))
+    flops = step_flops(model, gemms, load)
+    return {
+        name: {way: load.steps * s for way, s in step_seconds(model, flops, load, each).items()}
+        for name, each in DEVICES.items()
+    }
+
+
+def control_memory(plan: ComparisonPlan, config: PreTrainedConfig, *, bf16: bool) -> float:
+    """Return the bytes of a run without quantizers (`rank_memory`); NaN where experts are fused."""
+    model, load = meta_model(config), replace(_workload(plan), bf16=bf16)
+    if has_fused_experts(model):
+        return math.nan
+    return sum(rank_memory(model, load, sharded=False).values())
+
+
+def row(
+    variant: str, seconds: Mapping[str, float], device: Device, beside: published.Beside | None
+) -> list[str]:
+    """Return the cells of a variant: its times, and what is published of it."""
+    cells = [about(seconds[way]) if way in seconds else "" for way in device.ways]
     theirs: list[str] = []
     if beside is not None and beside.losses:
-        theirs = ["Published as", *(["Loss"] if beside.exact else []), "Gap, %"]
-    return ["Variant", "FLOPs of a run", "+ the scheme's, %", *theirs]
+        label, loss, gap = beside.cells(beside.names.get(variant))
+        theirs = [label, *loss, gap]
+    return [variant, *cells, *theirs]
 
 
-def rows(
-    plan: ComparisonPlan, config: PreTrainedConfig, beside: published.Beside | None
-) -> list[list[str]]:
-    """Return a row of cells for each variant of a plan."""
-    cells = []
-    for variant in plan.variants:
-        total, added = run_flops(plan, config, variant)
-        flops = ["not counted", ""]
-        if not math.isnan(total):
-            flops = [si(total, "FLOP"), f"{100 * added / total:.1f}"]
-        theirs: list[str] = []
-        if beside is not None and beside.losses:
-            label, loss, gap = beside.cells(beside.names.get(variant.name))
-            theirs = [label, *loss, gap]
-        cells.append([variant.name, *flops, *theirs])
-    return cells
+def remarks(plan: ComparisonPlan, device: Device, total: float, memory: float) -> Iterator[str]:
+    """Return sources of the times, memory and warnings, a sentence each.
 
-
-def run_flops(
-    plan: ComparisonPlan, config: PreTrainedConfig, variant: Variant
-) -> tuple[float, float]:
-    """Return the FLOPs of a run of the model, and the scheme's beside; NaN with fused experts."""
-    model = meta_model(config)
-    if has_fused_experts(model):
-        return math.nan, math.nan
-    gemms = gemm_weights(model)
-    metis, load = variant.metis_config(plan.seeds[0]), _workload(plan)
-    get_metis_model(model, metis)
-    flops, steps = step_flops(model, gemms, load), load.steps
-    passed = load.device_batch * load.sequence_length
-    added = flops["gemm"] * model_overhead(config, metis, passed).share
-    return steps * sum(flops.values()), steps * added
+    Args:
+        plan: of the comparison.
+        device: of the times.
+        total: seconds of all runs.
+        memory: bytes of a run without quantizers.
+    """
+    yield f"Times are {device.source}. Compilation, data and evaluation come on top."
+    if not math.isnan(memory):
+        yield f"Memory of a run: about {gib(memory)} without quantizers, which save some of it."
+    if RECORDED in device.ways:
+        yield "`compare` records steps as CUDA graphs by itself, of schemes that can be recorded."
+    if any(variant.precision_schedule for variant in plan.variants):
+        yield "The time of a run whose precision switches is the time without a switch."
+    if total > WEEK:
+        yield "Warning: more than a week. Lower --tokens, --seeds or --schemes first."
+    if device.memory is not None and memory > device.memory * 2**30:
+        yield f"Warning: one {device.name} has {device.memory} GiB, too few for a run."
 
 
 def _workload(plan: ComparisonPlan) -> Workload:
