@@ -29,6 +29,7 @@ from metis_hf.training.reference_values import (
 
 _ROW_LABELS = 48  # above so many rows only groups are named
 _COLUMN_LABELS = 8
+_FAR = 30.0  # times the mark or a part of it: a logarithmic scale's colors end there
 _PRODUCT = "gradient of the weight"  # the wgrad GEMM's result; TENSORS are operands
 _RATIO = "noise_ratio"
 
@@ -204,7 +205,7 @@ def _scale(values: np.ndarray, panel: Panel) -> tuple[Normalize, float]:
     positive = finite[finite > 0]
     low, high = min([*marks, *positive]), max([*marks, *positive])
     if panel.centred:
-        far = max(high / middle, middle / low, 1.01)
+        far = min(max(high / middle, middle / low, 1.01), _FAR)
         return LogNorm(middle / far, middle * far), low
     return LogNorm(low, max(high, low * 1.01)), low
 

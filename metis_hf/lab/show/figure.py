@@ -159,25 +159,24 @@ def short_models(paths: Iterable[str]) -> dict[str, str]:
 
 
 def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each name (x, y, name) where it covers no point, no other name and no axis.
-
-    Names may go beyond the right and the upper edge of the plot, where nothing is written.
-    """
+    """Write each name (x, y, name) inside the plot, where it covers no point and no other name."""
     scale = 72 / axis.figure.dpi
     places = [tuple(scale * v for v in axis.transData.transform((x, y))) for x, y, _ in points]
     half = MARKER / 2 + 1
     taken: list[Box] = [(x - half, y - half, x + half, y + half) for x, y in places]
-    left, bottom, *_ = (scale * v for v in axis.get_window_extent().extents)
-    taken += [(-math.inf, -math.inf, left, math.inf), (-math.inf, -math.inf, math.inf, bottom)]
+    left, bottom, right, top = (scale * v for v in axis.get_window_extent().extents)
+    far = math.inf
+    taken += [(-far, -far, left, far), (right, -far, far, far)]
+    taken += [(-far, -far, far, bottom), (-far, top, far, far)]
     for (x, y, name), (px, py) in zip(points, places):
         offset, box = next(_free(px, py, name, taken))
         taken.append(box)
-        far = math.hypot(*offset) > 1.5 * _DISTANCES[0]
+        away = math.hypot(*offset) > 1.5 * _DISTANCES[0]
         axis.annotate(
             name, (x, y), offset, textcoords="offset points", fontsize=_FONT, va="center",
             ha="left" if offset[0] > 0 else "right" if offset[0] < 0 else "center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.6"} if far else None,
+            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.6"} if away else None,
         )  # fmt: skip
 
 
@@ -185,7 +184,7 @@ def _free(
     x: float, y: float, name: str, taken: Sequence[Box]
 ) -> Iterator[tuple[tuple[float, float], Box]]:
     """Return (offset, box) of free places for a name beside a point, and of the last anyway."""
-    width, height = 0.58 * _FONT * len(name), 1.25 * _FONT
+    width, height = 0.62 * _FONT * len(name), 1.25 * _FONT
     for distance, (right, up) in itertools.product(_DISTANCES, _DIRECTIONS):
         dx, dy = distance * right, distance * up
         left = x + dx - (0 if right > 0 else width if right < 0 else width / 2)
