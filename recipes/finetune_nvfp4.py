@@ -2,7 +2,7 @@
 
     python recipes/finetune_nvfp4.py MODEL --data chat.jsonl --method qad --export DIR
     python recipes/finetune_nvfp4.py MODEL --data chat.jsonl --method ptq,qat,qad,lora \\
-        --held_out prose.jsonl,questions.jsonl --compare nvfp4-rne,four-over-six,metis
+        --held-out prose.jsonl,questions.jsonl --compare nvfp4-rne,four-over-six,metis
     python recipes/finetune_nvfp4.py --smoke
 
 Methods: ptq (calibrate, train nothing), qat (train with quantizers on), qad (the same, towards the
@@ -55,12 +55,11 @@ from metis_hf.training.distillation import DistillTrainer
 METHODS = ("ptq", "qat", "qad", "lora")
 RESULT_VERSION = 3  # before, other tokens of a text were held out
 # Arguments that decide no result; of TrainingArguments the beginnings of their names.
-FREE = ("method", "compare", "export", "dry_run")
+FREE = ("method", "compare", "export", "dry_run", "device")
 FREE_TRAINING = (
     "output_dir", "log", "report_to", "run_name", "project", "trackio", "disable_tqdm", "save_",
-    "hub_", "push_to_hub", "resume_from_checkpoint", "restore_callback_states", "use_cpu",
-    "local_rank", "ddp_", "dataloader_num", "dataloader_p", "dataloader_multi", "debug",
-    "skip_memory_metrics", "do_",
+    "hub_", "push_to_hub", "resume_from_checkpoint", "restore_callback_states", "use_cpu", "do_",
+    "local_rank", "ddp_", "dataloader_num", "dataloader_p", "dataloader_multi", "debug", "skip_mem",
 )  # fmt: skip
 DEFAULTS = {
     "output_dir": "runs/finetune-nvfp4", "learning_rate": 1e-5, "lr_scheduler_type": "cosine",
@@ -86,9 +85,9 @@ class Arguments:
     method: str = option("qad", f"One or several of {', '.join(METHODS)}, by commas.")
     compare: str = option("", "Schemes to measure the untrained model in, by commas.")
     export: str | None = option(None, "Directory for a folder a method; default: in output_dir.")
-    layout: Literal["compressed-tensors", "modelopt"] = option("compressed-tensors", "Of exports.")
+    format: Literal["compressed-tensors", "modelopt"] = option("compressed-tensors", "Of exports.")
     scheme: Literal["w4a4", "w4a16"] = option("w4a4", "w4a16 quantizes weights alone.")
-    calibration: Literal["mse", "amax", "percentile"] = option("mse", "Scales of inputs by it.")
+    calibration_method: Literal["mse", "amax", "percentile"] = option("mse", "Scales of inputs.")
     calibration_sequences: int = option(32, "Training sequences that scales are found on.")
     sequence_length: int = option(512, "Tokens of a sequence.")
     eval_sequences: int = option(32, "Sequences to measure on, of each held-out file.")
@@ -100,6 +99,7 @@ class Arguments:
     lora_learning_rate: float = option(2e-4, "For the adapters, instead of --learning_rate.")
     smoke: bool = option(False, "The same code on the CPU in a minute: tiny model and text.")
     dry_run: bool = option(False, "Print what the run takes, and stop.")
+    device: Literal["h100", "h200", "cpu"] | None = option(None, "Of the times of --dry-run.")
 
     def __post_init__(self) -> None:
         for name in parts(self.method) or [""]:
@@ -134,10 +134,10 @@ def load_data(a: Arguments, tokenizer: Any) -> tuple[Tensor, dict[str, Tensor]]:
         train, held = chunked_sequences(data, tokenizer, length, count)
         return train, {"held-out": held}
     if len({file.stem for file in files}) < len(files):
-        raise ValueError(f"--held_out {a.held_out}: two files of one name; rename one")
+        raise ValueError(f"--held-out {a.held_out}: two files of one name; rename one")
     if any(file.is_file() and file.samefile(data) for file in files):
         raise ValueError(
-            f"--held_out {a.held_out}: {data} is what --data trains on; leave --held_out out, and "
+            f"--held-out {a.held_out}: {data} is what --data trains on; leave --held-out out, and "
             "the end of the data is held out"
         )
     texts = {file.stem: first_sequences(file, tokenizer, length, count) for file in files}
@@ -172,7 +172,7 @@ def check(a: Arguments, training: TrainingArguments) -> Workload:
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and a.sequence_length > context:
         raise ValueError(
-            f"--sequence_length {a.sequence_length} does not fit the model's context of {context} "
+            f"--sequence-length {a.sequence_length} does not fit the model's context of {context} "
             "tokens; choose shorter sequences"
         )
     with no_warnings():  # what cannot be packed is refused before anything is read
@@ -244,7 +244,7 @@ def run_method(
     if method in ("ptq", "qat", "qad"):
         batches = train[: a.calibration_sequences].split(batch)
         with torch.autocast(training.device.type, torch.bfloat16, enabled=bool(training.bf16)):
-            calibrate(model, list(batches), method=a.calibration)
+            calibrate(model, list(batches), method=a.calibration_method)
         quiet = [MetisCallback(health_interval=0)]
         if method == "qat":
             trained = fit(MetisTrainer, method, model, a, training, train, callbacks=quiet)
@@ -258,9 +258,9 @@ def run_method(
             model.config.use_cache = getattr(AutoConfig.from_pretrained(a.model), "use_cache", True)
             model.save_pretrained(saved)
             tokenizer.save_pretrained(saved)
-            export_checkpoint(saved, export, format=a.layout)
+            export_checkpoint(saved, export, format=a.format)
         PartialState().wait_for_everyone()  # lora reads what ptq has exported
-        if main and a.layout == "compressed-tensors" and find_spec("compressed_tensors"):
+        if main and a.format == "compressed-tensors" and find_spec("compressed_tensors"):
             reader = nn.Module.to(load_deployed(export), training.device)
     exact = None if method == "exact" else load(a, training)
     measured = {}
@@ -285,8 +285,7 @@ def parse() -> tuple[Arguments, TrainingArguments]:
         usage="%(prog)s MODEL [--argument VALUE ...]",
     )  # fmt: skip
     smoke = "--smoke" in argv
-    defaults = DEFAULTS | (SMOKE if smoke else {})
-    parser.set_defaults(**{name: str(value) for name, value in defaults.items()})
+    parser.set_defaults(**{k: str(v) for k, v in (DEFAULTS | (SMOKE if smoke else {})).items()})
     if smoke or {"--dry_run", "--dry-run"} & {*argv}:
         parser.set_defaults(use_cpu=True)
     return parser.parse_args_into_dataclasses(argv)
@@ -308,7 +307,9 @@ def finetune(a: Arguments, training: TrainingArguments) -> list[Outcome]:
     measured = {name: rows[:, 1:].numel() for name, rows in texts.items()}
     if a.dry_run:
         if main:
-            print_plan(plan_training(config, MetisConfig(scheme=a.scheme), work))
+            plan = plan_training(config, MetisConfig(scheme=a.scheme), work)
+            trained = sum(method != "ptq" for method in parts(a.method))
+            print_plan(plan, device=a.device, runs=max(1, trained))
             said = ", ".join(f"{count:,} tokens of {name}" for name, count in measured.items())
             print(f"{len(train):,} sequences to train on; measured on {said}")
         return []

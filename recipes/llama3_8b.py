@@ -15,9 +15,11 @@ import json
 import math
 import os
 import sys
+from argparse import ArgumentParser
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import (
@@ -101,16 +103,13 @@ SMOKE = {
 
 @dataclass
 class RecipeArguments:
-    """Arguments besides transformers' TrainingArguments, --config, --model and --metis."""
+    """Arguments besides TrainingArguments and what `parse_arguments` adds."""
 
     data: str | None = field(
         default=None, metadata={"help": "Directory that recipes/prepare_data.py wrote."}
     )
     scheme: str = field(
         default="metis", metadata={"help": f"How GEMMs compute: {', '.join(scheme_names())}."}
-    )
-    metis_import: list[str] | None = field(
-        default=None, metadata={"help": "Python files or modules that register schemes of yours."}
     )
     tokens: float = field(default=100e9, metadata={"help": "Of the run, unless --max_steps is."})
     sequence_length: int = field(default=1024, metadata={"help": "Tokens per sequence."})
@@ -129,13 +128,16 @@ class RecipeArguments:
     smoke: bool = field(default=False, metadata={"help": "Train a tiny model on the CPU."})
     dry_run: bool = field(default=False, metadata={"help": "Print what the run takes, and stop."})
     world_size: int | None = field(default=None, metadata={"help": "Processes of the dry run."})
+    device: Literal["h100", "h200", "cpu"] | None = field(
+        default=None, metadata={"help": "Of its times; default: as this machine, or h200."}
+    )
     json: bool = field(default=False, metadata={"help": "Print the dry run as JSON."})
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.tokens):
             raise ValueError(f"--tokens {self.tokens}; expected a finite number, as 1e9")
-        if (self.json or self.world_size is not None) and not self.dry_run:
-            raise ValueError("--json and --world_size change only what --dry_run prints; add it")
+        if not self.dry_run and (self.json or self.world_size is not None or self.device):
+            raise ValueError("--json, --world-size and --device are of --dry-run alone; add it")
         if self.data and not self.dry_run:
             read_meta(Path(self.data))  # before TrainingArguments, which may refuse the machine
         elif not (self.smoke or self.dry_run):
@@ -145,13 +147,16 @@ class RecipeArguments:
 
 def parse_arguments():
     """Read the command line over --smoke over --config FILE.yaml over the numbers above."""
+    first = ArgumentParser(add_help=False)
+    first.add_argument("--config", help="YAML file of these arguments; the command line wins.")
+    first.add_argument("--model", type=json.loads, default=MODEL, help="Config, as JSON.")
+    first.add_argument("--metis", type=json.loads, default={}, help="More of MetisConfig: JSON.")
+    first.add_argument("--import", nargs="+", default=[], metavar="FILE_OR_MODULE",
+                       help="Python files or modules that register schemes of yours.")  # fmt: skip
     parser = HfArgumentParser(
         (RecipeArguments, TrainingArguments), description=__doc__, allow_abbrev=False,
-        usage="%(prog)s [--argument VALUE ...]",
+        usage="%(prog)s [--argument VALUE ...]", parents=[first],
     )  # fmt: skip
-    parser.add_argument("--config", help="YAML file of these arguments; the command line wins.")
-    parser.add_argument("--model", type=json.loads, default=MODEL, help="Config, as JSON.")
-    parser.add_argument("--metis", type=json.loads, default={}, help="More of MetisConfig: JSON.")
     parser.set_defaults(**TRAINING)
     command = sys.argv[1:]
     config = parser.parse_known_args(command)[0].config
@@ -168,7 +173,7 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
     """Return the trainer with its model and data; None after a dry run."""
     recipe, training, more = parse_arguments()
     length, batch = recipe.sequence_length, recipe.global_batch
-    for source in recipe.metis_import or ():
+    for source in getattr(more, "import"):
         import_schemes(source)
     if not isinstance(more.metis, dict) or "scheme" in more.metis:
         raise ValueError(
@@ -179,7 +184,7 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
     config = AutoConfig.for_model(**more.model | (SMOKE_MODEL if recipe.smoke else {}))
     if length > getattr(config, "max_position_embeddings", length):
         raise ValueError(
-            f"--sequence_length {length} does not fit the model's context of "
+            f"--sequence-length {length} does not fit the model's context of "
             f"{config.max_position_embeddings} tokens; choose shorter sequences"
         )
     if training.max_steps <= 0:
@@ -197,7 +202,10 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
     if recipe.dry_run:
         if training.process_index == 0:
             plan = plan_training(config, metis, load)
-            print(json.dumps(plan.to_dict(), indent=2)) if recipe.json else print_plan(plan)
+            if recipe.json:
+                print(json.dumps(plan.to_dict(), indent=2))
+            else:
+                print_plan(plan, device=recipe.device)
         return None
     if training.resume_from_checkpoint:
         raise ValueError("--resume_from_checkpoint: a run goes on in its own output_dir: --resume")
@@ -226,7 +234,7 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
         if (own := read_meta(data)["seq_len"]) != length:
             raise ValueError(
                 f"--data {data} holds sequences of {own} tokens, and the run wants {length}; pass "
-                f"--sequence_length {own} or chunk again"
+                f"--sequence-length {own} or chunk again"
             )
         train = load_chunked(data, vocab_size=config.vocab_size)
         if (data / "validation" / "meta.json").is_file():

@@ -1,8 +1,8 @@
 """Text to chunked training sequences, filtered as in arXiv:2509.00404: see docs/data.md.
 
-python recipes/prepare_data.py --tokenizer meta-llama/Meta-Llama-3-8B --output-dir data/dclm \
-    --seq-len 1024 --max-tokens 100000000000 --num-proc 32
-python recipes/prepare_data.py --tokenizer path --output-dir data/mine --files 'text/*.jsonl.gz'
+python recipes/prepare_data.py --tokenizer meta-llama/Meta-Llama-3-8B --out data/dclm \
+    --sequence-length 1024 --max-tokens 100000000000 --num-proc 32
+python recipes/prepare_data.py --tokenizer path --out data/mine --files 'text/*.jsonl.gz'
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def option(help: str, **more):
 
 @dataclass
 class Arguments:
-    output_dir: str = option("Where the shards go; a run that was stopped continues there.")
+    out: str = option("Where the shards go; a run that was stopped continues there.")
     tokenizer: str = option("Tokenizer of the model to train: a path or a hub name.")
     dataset: str = option("Its hub name; streamed.", default="mlfoundations/dclm-baseline-1.0")
     dataset_config: str | None = option("Configuration of the dataset.", default=None)
@@ -63,7 +63,7 @@ class Arguments:
         "Local files instead of --dataset: paths or glob patterns of one kind, .jsonl or .txt (one "
         "document per line or per file; also .gz, .zst, .xz, .bz2) or .parquet."})  # fmt: skip
     text_column: str = option("Column with the text; not used for .txt.", default="text")
-    seq_len: int = option("Tokens per sequence.", default=4096)
+    sequence_length: int = option("Tokens per sequence.", default=4096)
     max_tokens: int | None = option(
         "Stop reading when this many tokens have passed the text filters; the perplexity filter "
         "then removes its share. Default: read everything.", default=None
@@ -86,8 +86,8 @@ class Arguments:
         if self.files == []:
             raise ValueError("files is empty; give paths, or leave it out to read the dataset")
         for name, least in {
-            "seq_len": 2, "max_tokens": 1, "perplexity_tokens": 1, "perplexity_batch_size": 1,
-            "documents_per_part": 1, "sequences_per_shard": 1, "num_proc": 1,
+            "sequence_length": 2, "max_tokens": 1, "perplexity_tokens": 1, "num_proc": 1,
+            "perplexity_batch_size": 1, "documents_per_part": 1, "sequences_per_shard": 1,
         }.items():  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -95,10 +95,10 @@ class Arguments:
         if not 0 <= self.validation_share < 1:
             share = self.validation_share
             raise ValueError(f"validation_share={share}; choose at least 0 and less than 1")
-        if "::" in os.path.abspath(self.output_dir):
+        if "::" in os.path.abspath(self.out):
             raise ValueError(
-                f"output_dir={self.output_dir!r}: datasets takes a path with '::' for a URL, and "
-                "could not load what is written there; choose another --output-dir"
+                f"out={self.out!r}: datasets takes a path with '::' for a URL, and "
+                "could not load what is written there; choose another --out"
             )
 
 
@@ -162,7 +162,7 @@ FEATURES = datasets.Features(
 
 def settings_of(a: Arguments) -> dict:
     """Return all that decides the output: the arguments, the files that they name, the device."""
-    decides = {k: v for k, v in asdict(a).items() if k not in ("output_dir", "num_proc")}
+    decides = {k: v for k, v in asdict(a).items() if k not in ("out", "num_proc")}
     read = [] if a.files is None else local_files(a.files)
     models = [a.tokenizer, *([a.reference_model] if a.perplexity_filter else [])]
     kinds = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "*.bin")
@@ -181,7 +181,7 @@ def check_owner(out: Path, settings: dict) -> None:
     if not path.exists():
         if any(not each.name.startswith((".lock", f"{ARGUMENTS}.tmp")) for each in out.glob("*")):
             raise ValueError(
-                f"{out} is not empty and holds no preparation; choose a new directory as output_dir"
+                f"{out} is not empty and holds no preparation; choose a new directory as --out"
             )
         return
     there, now = flatten(read_json(path)), flatten(settings)
@@ -196,7 +196,7 @@ def check_owner(out: Path, settings: dict) -> None:
     if differences:
         raise ValueError(
             f"{out} holds a preparation with other settings: {'; '.join(differences)}. Run it with "
-            "those, delete the directory, or choose another output_dir"
+            "those, delete the directory, or choose another --out"
         )
 
 
@@ -302,12 +302,13 @@ def write(a: Arguments, settings: dict, tokenizer, parts: list[Path], out: Path)
             "share_of_characters": round(size / max(1, read["characters"]), 6),
         }
     kept = {split: (reason == "") & (validation == (split != "train")) for split in SPLITS}
-    if (left := int(lengths[kept["train"]].sum())) < a.seq_len:
+    if (left := int(lengths[kept["train"]].sum())) < a.sequence_length:
         shown = ", ".join(f"{name} {f['dropped']['documents']}" for name, f in filters.items())
         raise ValueError(
             f"{len(whole)} documents were read and {left} training tokens are left, less than "
-            f"one sequence of seq_len={a.seq_len}; documents dropped: {shown}. Give more text, or "
-            f"a smaller seq_len, and delete {out} or choose another --output-dir"
+            f"one sequence of sequence_length={a.sequence_length}; documents dropped: {shown}. "
+            f"Give more text, or a smaller sequence_length, and delete {out} or choose another "
+            "--out"
         )
     report = {"read": read, "filters": filters, "train": {}, "validation": {}}
     for split, chosen in kept.items():
@@ -318,16 +319,18 @@ def write(a: Arguments, settings: dict, tokenizer, parts: list[Path], out: Path)
             table = pq.read_table(parts[part], columns=["input_ids"]).filter(masks[part])
             return table["input_ids"].combine_chunks().flatten().to_numpy()
 
-        with tqdm(desc=f"writing {split}", total=sum(counts) // a.seq_len, unit=" seq") as bar:
+        with tqdm(
+            desc=f"writing {split}", total=sum(counts) // a.sequence_length, unit=" seq"
+        ) as bar:
             place, shard = out / SPLITS[split], a.sequences_per_shard
-            rows = write_shards(place, tokens_of, counts, a.seq_len, shard, bar.update)
+            rows = write_shards(place, tokens_of, counts, a.sequence_length, shard, bar.update)
         report[split] = {
             "documents": int(chosen.sum()),
             "characters": int(characters[chosen].sum()),
             "tokens": sum(counts),
             "sequences": rows,
-            "chunked_tokens": rows * a.seq_len,
-            "tail_tokens_dropped": sum(counts) - rows * a.seq_len,
+            "chunked_tokens": rows * a.sequence_length,
+            "tail_tokens_dropped": sum(counts) - rows * a.sequence_length,
         }
     versions = {name: version(name) for name in ("metis-hf", *LIBRARIES)}
     report |= {"arguments": settings["arguments"], "versions": versions}
@@ -337,9 +340,9 @@ def write(a: Arguments, settings: dict, tokenizer, parts: list[Path], out: Path)
         if rows := report[split]["sequences"]:
             meta = {
                 "tokenizer": a.tokenizer,
-                "seq_len": a.seq_len,
+                "seq_len": a.sequence_length,
                 "num_sequences": rows,
-                "num_tokens": rows * a.seq_len,
+                "num_tokens": rows * a.sequence_length,
                 "vocab_size": len(tokenizer),
                 "eos_token_id": tokenizer.eos_token_id,
                 "source": a.files or a.dataset,
@@ -350,7 +353,7 @@ def write(a: Arguments, settings: dict, tokenizer, parts: list[Path], out: Path)
 
 
 def prepare(a: Arguments) -> dict:
-    out = Path(a.output_dir)
+    out = Path(a.out)
     settings = settings_of(a)
     check_owner(out, settings)
     if (out / META).exists():  # finished before
@@ -370,7 +373,7 @@ def prepare(a: Arguments) -> dict:
             a.dataset, name=a.dataset_config, split=a.dataset_split, streaming=True
         )
         source, key = text_of(stream, a.text_column, a.dataset), None
-    with hold_directory(out, "--output-dir"):
+    with hold_directory(out, "--out"):
         check_owner(out, settings)  # as another process may have left it since
         write_json(out / ARGUMENTS, settings)
         datasets.disable_progress_bars()  # one bar for all parts says more than one for each
@@ -389,8 +392,8 @@ def main() -> None:
         print(f"{name:<12} dropped {dropped:>9} documents, {100 * share:.2f} % of the characters")
     for split in SPLITS:
         count, rows = report[split]["documents"], report[split]["sequences"]
-        print(f"{split:<12} {count} documents, {rows} sequences of {a.seq_len} tokens")
-    print(f"in {a.output_dir}; details in report.json there")
+        print(f"{split:<12} {count} documents, {rows} sequences of {a.sequence_length} tokens")
+    print(f"in {a.out}; details in report.json there")
 
 
 if __name__ == "__main__":

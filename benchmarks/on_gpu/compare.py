@@ -151,7 +151,7 @@ def open_data(data: Path, context: Context) -> Comparison:
     if tokens.shape[1] > config["n_positions"]:
         raise ValueError(
             f"{data} has sequences of {tokens.shape[1]} tokens, and the model's context is "
-            f"{config['n_positions']}; prepare the data with --seq-len {config['n_positions']}"
+            f"{config['n_positions']}; prepare the data with as long a --sequence-length"
         )
     if (data / "validation" / META).is_file():
         held_out = load_tokens(data / "validation", vocab_size=config["vocab_size"])

@@ -35,7 +35,7 @@ def analyze(
         int | None,
         typer.Option(help="Directions kept apart, instead of 1.5 %, at least 48, in steps of 16."),
     ] = None,
-    sequences: Annotated[int, typer.Option(help="At most so many sequences of the text.")] = 128,
+    limit: Annotated[int, typer.Option(help="At most so many sequences of the text.")] = 128,
     length: Length = 128,
     imports: Imports = None,
 ) -> None:
@@ -56,7 +56,7 @@ def analyze(
         control=control,
         layers=layers,
         rank=rank,
-        sequences=sequences,
+        sequences=limit,
         length=length,
         console=console,
     )

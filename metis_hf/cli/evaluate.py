@@ -35,14 +35,14 @@ def evaluate(
         Path | None,
         typer.Option(help="Local data, <task>.jsonl each; no network is used."),
     ] = None,
-    loss_text: Annotated[
+    text: Annotated[
         Path | None, typer.Option(help="Held-out text, or JSON lines with a text field.")
     ] = None,
     precision: Annotated[
         Literal["scheme", "dense", "both"],
         typer.Option(help="As trained or converted, in dense weights, or both: two rows."),
     ] = "scheme",
-    batch_size: Annotated[
+    batch: Annotated[
         str, typer.Option(help="Sequences per forward pass, the same for all; or auto.")
     ] = "auto",
     limit: Annotated[
@@ -84,7 +84,7 @@ def evaluate(
 
     A finished result of the same weights, data and settings is used again, and named.
     """
-    size = _batch_size(batch_size)
+    size = _batch_size(batch)
     import_sources(imports)
     from rich.console import Console
 
@@ -94,7 +94,7 @@ def evaluate(
     options = Options(
         tasks=() if tasks == "none" else tuple(split_names(tasks)),
         tasks_dir=tasks_dir,
-        loss_text=loss_text,
+        loss_text=text,
         precision=precision,
         batch_size=size,
         limits=parse_limits(limit or []),
@@ -120,5 +120,5 @@ def _batch_size(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdigit():
-        raise ValueError(f"batch-size {text!r}; expected auto or a number")
+        raise ValueError(f"--batch {text!r}; expected auto or a number")
     return int(text)

@@ -17,7 +17,7 @@ Imports = Annotated[
     ),
 ]
 Model = Annotated[str, typer.Argument(help="Directory or hub name of a causal language model.")]
-Length = Annotated[int, typer.Option(help="Tokens of a sequence.")]
+Length = Annotated[int, typer.Option("--sequence-length", help="Tokens of a sequence.")]
 Batch = Annotated[int, typer.Option(help="Sequences of a batch.")]
 TokensPerStep = Annotated[
     int, typer.Option(help="Tokens that the cost of a training step is counted for.")

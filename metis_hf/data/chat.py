@@ -256,6 +256,6 @@ def chunked_sequences(
         raise ValueError(
             f"{path} has {total:,} tokens in {len(documents):,} documents; {held_out} held-out "
             f"sequences of {length} and at least one to train on are needed. Give more data, or a "
-            "smaller --eval_sequences or --sequence_length"
+            "smaller --eval-sequences or --sequence-length"
         )
     return torch.tensor(train), torch.tensor(held)

@@ -50,13 +50,13 @@ def model_sequences(
     if context is not None and length > context:
         raise ValueError(
             f"{length} tokens do not fit the context of {model}, {context} tokens; choose a "
-            "smaller --length"
+            "smaller --sequence-length"
         )
     ids, tokens = read_sequences(tokenizer, text, sequences, length)
     if len(ids) < fewest:
         raise ValueError(
             f"{text} has {tokens} tokens; at least {fewest * length} are needed, {fewest} x "
-            f"{length}. Give a longer text, or a smaller --length"
+            f"{length}. Give a longer text, or a smaller --sequence-length"
         )
     check_vocabulary(ids, decoder.vocab_size, model)
     return ids

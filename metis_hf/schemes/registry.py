@@ -149,7 +149,7 @@ def scheme_info(name: str) -> SchemeInfo:
     raise ValueError(
         f"scheme {name!r} is not registered{hint} Registered: {', '.join(SCHEMES)}. "
         "A scheme of your own must be registered before a model is converted or loaded: name its "
-        "file with --import on the command line (--metis_import of recipes), or call "
+        "file with --import on the command line (--import of recipes), or call "
         "metis_hf.schemes.import_schemes." + "".join(f" {reason}." for reason in missing)
     )
 

@@ -19,10 +19,10 @@ from metis_hf.cli import main as program
 from metis_hf.data.corpus import train_tokenizer
 
 COMMANDS = {
-    "eval": ("eval", "MODEL", "--tasks", "none", "--loss-text", "TEXT", "--out", "OUT"),
+    "eval": ("eval", "MODEL", "--tasks", "none", "--text", "TEXT", "--out", "OUT"),
     "export": ("export", "MODEL", "--out", "OUT"),
-    "fidelity": ("fidelity", "MODEL", "--text", "TEXT", "--length", "64", "--out", "OUT"),
-    "analyze": ("analyze", "MODEL", "--text", "TEXT", "--length", "64", "--out", "OUT"),
+    "fidelity": ("fidelity", "MODEL", "--text", "TEXT", "--sequence-length", "64", "--out", "OUT"),
+    "analyze": ("analyze", "MODEL", "--text", "TEXT", "--sequence-length", "64", "--out", "OUT"),
 }
 
 
@@ -164,5 +164,5 @@ def test_an_adapter(sources, refused, tmp_path):
         adapter.mkdir()
         (adapter / "adapter_config.json").write_text(json.dumps(config))
         shutil.copy(sources / "dense" / "model.safetensors", adapter / "adapter_model.safetensors")
-        refused("eval", adapter, "--tasks", "none", "--loss-text", sources / "text.txt",
+        refused("eval", adapter, "--tasks", "none", "--text", sources / "text.txt",
                 "--out", tmp_path / "out")  # fmt: skip

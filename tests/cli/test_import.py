@@ -37,7 +37,7 @@ def build(config, rank):
     nearest = quantizer(config, rounding="nearest", scale_rounding="nearest")
     return Scheme(fprop_input=Operand(nearest), fprop_weight=Operand(nearest))
 """
-LOSS = ("--tasks", "none", "--loss-text")
+LOSS = ("--tasks", "none", "--text")
 
 
 def metis_hf(*arguments):

@@ -84,7 +84,7 @@ def test_errors_of_usage_and_files_that_cannot_be_read(tmp_path):
         "export run": "Missing option '--out'",
         "export run --out x --format gguf": "'gguf' is not one of",
         "eval run --precision fp4": "'fp4' is not one of",
-        "eval run --batch-size big": "batch-size 'big'; expected auto",
+        "eval run --batch big": "--batch 'big'; expected auto",
         f"fidelity m --text {binary}": unread,
         f"ranks m --budget 9 --text {binary}": unread,
         f"analyze m --out x --text {binary}": unread,

@@ -125,8 +125,8 @@ def source(tmp_path_factory) -> list[str]:
 def run(output: Path, reference: str, files: list[str] | None, **changes) -> dict:
     """Run the recipe in this process; returns its report."""
     options = {
-        "tokenizer": reference, "reference_model": reference, "output_dir": output,
-        "seq_len": SEQ_LEN, "validation_share": 0.2, "perplexity_tokens": SCORED,
+        "tokenizer": reference, "reference_model": reference, "out": output,
+        "sequence_length": SEQ_LEN, "validation_share": 0.2, "perplexity_tokens": SCORED,
         "documents_per_part": 20, "sequences_per_shard": 60, **changes,
     }  # fmt: skip
     given = [] if files is None else ["--files", *files]
@@ -142,8 +142,8 @@ def run(output: Path, reference: str, files: list[str] | None, **changes) -> dic
 @pytest.fixture
 def prepare(tmp_path, source, reference):
     """A function that runs the recipe with changes; errors are what the user reads."""
-    return lambda files=source, output_dir=tmp_path / "out", **changes: run(
-        output_dir, reference, files, **changes
+    return lambda files=source, out=tmp_path / "out", **changes: run(
+        out, reference, files, **changes
     )
 
 
@@ -206,7 +206,7 @@ def test_the_report_counts_what_each_filter_dropped(plain):
     assert all(languages[code] >= 1 for code in ("de", "ru", "zh"))
     kept = report["train"]["documents"]
     assert kept + sum(entry["documents"] for entry in dropped.values()) == len(RAW)
-    assert report["arguments"]["seq_len"] == SEQ_LEN
+    assert report["arguments"]["sequence_length"] == SEQ_LEN
     assert report["versions"]["datasets"]
 
 
@@ -244,7 +244,7 @@ def test_validation_is_a_split_of_documents_by_their_text(tmp_path, prepare):
     held_out = load_chunked(tmp_path / "out/validation")
     assert len(held_out) == report["validation"]["sequences"]
     files = write_source("jsonl", tmp_path / "reversed", RAW[::-1])
-    other = prepare(files=files, perplexity_filter=False, output_dir=tmp_path / "other")
+    other = prepare(files=files, perplexity_filter=False, out=tmp_path / "other")
     for split in ("train", "validation"):
         for count in ("documents", "characters", "tokens"):
             assert other[split][count] == report[split][count]
@@ -328,7 +328,9 @@ def test_other_settings_and_inputs_are_refused(tmp_path, prepare, refused, refer
     given = {"files": files, "tokenizer": own, "perplexity_filter": False}
     prepare(**given)
     before = contents(tmp_path / "out")
-    assert "seq_len was 64, now 32. Run it with those" in refused(**given, seq_len=32)
+    assert "sequence_length was 64, now 32. Run it with those" in refused(
+        **given, sequence_length=32
+    )
     text = (own / "tokenizer.json").read_text()
     (own / "tokenizer.json").write_text(f"{text}\n")
     assert f"what lies at {own} has changed" in refused(**given)
@@ -339,17 +341,17 @@ def test_other_settings_and_inputs_are_refused(tmp_path, prepare, refused, refer
     assert contents(tmp_path / "out") == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other/thesis.tex").write_text("")
-    assert "is not empty and holds no preparation" in refused(output_dir=tmp_path / "other")
+    assert "is not empty and holds no preparation" in refused(out=tmp_path / "other")
     with hold_directory(tmp_path / "held"):
-        assert "is in use by" in refused(output_dir=tmp_path / "held")
+        assert "is in use by" in refused(out=tmp_path / "held")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seq_len": 1}, "seq_len=1; choose at least 2"),
+        ({"sequence_length": 1}, "sequence_length=1; choose at least 2"),
         ({"validation_share": 1.0}, "validation_share=1.0"),
-        ({"output_dir": Path("a::b")}, "output_dir='a::b': datasets takes a path with '::' for a"),
+        ({"out": Path("a::b")}, "out='a::b': datasets takes a path with '::' for a"),
         ({"files": ["absent/*.jsonl"]}, "absent/*.jsonl: no such file"),
         ({"files": ["LICENSE"]}, "names must end in .jsonl or .txt"),
         ({"text_column": "body"}, "no column 'body'; its columns are: id, text"),
@@ -368,7 +370,7 @@ def test_a_source_without_text_to_train_on(tmp_path, refused):
     said = refused(files=[str(tmp_path / "b.txt")], **PLAIN)
     assert "0 training tokens are left, less than one sequence" in said
     (tmp_path / "c.jsonl").touch()
-    empty = {"files": [str(tmp_path / "c.jsonl")], "output_dir": tmp_path / "other"}
+    empty = {"files": [str(tmp_path / "c.jsonl")], "out": tmp_path / "other"}
     assert "0 documents were read" in refused(**empty, **PLAIN)
 
 

@@ -154,6 +154,6 @@ def _check_length(directory: Path, length: int, sequence_length: int) -> None:
     if length != sequence_length:
         raise ValueError(
             f"{directory} holds sequences of {length} tokens, and the experiment wants "
-            f"{sequence_length}; chunk again with --seq-len {sequence_length}, or set "
+            f"{sequence_length}; chunk again with --sequence-length {sequence_length}, or set "
             "sequence_length in --config"
         )

@@ -129,7 +129,7 @@ def run_eval(
     # Everything that can be refused is refused before anything is written.
     device = device_of(options.device)
     if not options.tasks and options.loss_text is None:
-        raise ValueError("nothing to evaluate: name --tasks, or a --loss-text")
+        raise ValueError("nothing to evaluate: name --tasks, or a --text")
     text = None if options.loss_text is None else read_text(options.loss_text)
     planned = plan_tasks(options.tasks, options.tasks_dir)
     jobs = _jobs(checkpoints, options, text, console)

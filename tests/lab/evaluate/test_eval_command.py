@@ -49,7 +49,7 @@ def evaluated(runs, text, tmp_path_factory):
         patch.setattr(socket.socket, "connect", no_network)
         done = run(
             runs / "bf16", runs / "metis", "--precision", "both", "--tasks-dir", DATA,
-            "--loss-text", text, "--out", out,
+            "--text", text, "--out", out,
         )  # fmt: skip
     assert done.exit_code == 0, done.output
     return out, done.output
@@ -116,13 +116,13 @@ def test_tables_on_disk(evaluated, runs):
 def test_finished_results_are_used_again(evaluated, runs, text, tmp_path, monkeypatch, asked):
     """A change of anything that decides the numbers evaluates again."""
     out = shutil.copytree(evaluated[0], tmp_path / "out")
-    given = [runs / "metis", "--tasks-dir", DATA, "--loss-text", text, "--out", out]
+    given = [runs / "metis", "--tasks-dir", DATA, "--text", text, "--out", out]
     done = run(*given)
     assert done.exit_code == 0, done.output
     assert "finished before, taken from" in done.output.replace("\n", " ")
     assert not asked
     given += ["--tasks", "piqa"]
-    for changed in (["--overwrite"], ["--limit", 2], ["--batch-size", 4], ["--dtype", "float32"]):
+    for changed in (["--overwrite"], ["--limit", 2], ["--batch", 4], ["--dtype", "float32"]):
         assert run(*given, *changed).exit_code == 0
         assert "piqa" in asked
         asked.clear()
@@ -229,7 +229,7 @@ def test_a_directory_in_use_is_refused(runs, tmp_path):
 
 def test_a_limit_for_each_task(runs, text, tmp_path):
     done = run(runs / "bf16", "--tasks-dir", DATA, "--tasks", "piqa,race,arc_easy", "--out",
-               tmp_path, "--limit", 2, "--limit", "race=1", "--loss-text", text)  # fmt: skip
+               tmp_path, "--limit", 2, "--limit", "race=1", "--text", text)  # fmt: skip
     assert done.exit_code == 0, done.output
     row = results(tmp_path)["bf16"]
     counts = {task: record["n-samples"][task]["effective"] for task, record in row.items()}
@@ -276,7 +276,7 @@ def test_loss_alone_of_json_lines(runs, tokenizer, tmp_path):
     texts = [TEXT[:700], TEXT[:900], "[" + ", ".join(map(str, range(200))) + "]", "['a', 'b']"]
     file = tmp_path / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    done = run(runs / "bf16", "--tasks", "none", "--loss-text", file, "--out", tmp_path,
+    done = run(runs / "bf16", "--tasks", "none", "--text", file, "--out", tmp_path,
                "--dtype", "bfloat16")  # fmt: skip
     assert done.exit_code == 0, done.output
     record = results(tmp_path)["bf16"][LOSS_TASK]
@@ -291,7 +291,7 @@ def test_options_of_the_table(evaluated, runs, text, tmp_path, asked):
     for folder in (jobs.RESULTS, jobs.FINISHED):
         shutil.copytree(evaluated[0] / folder, out / folder)
     done = run(
-        runs / "bf16", runs / "metis", "--precision", "both", "--tasks-dir", DATA, "--loss-text",
+        runs / "bf16", runs / "metis", "--precision", "both", "--tasks-dir", DATA, "--text",
         text, "--out", out, "--metric", "acc", "--control", "metis, dense", "--paper", "gpt2-130m",
         "--format", "csv",
     )  # fmt: skip
@@ -338,7 +338,7 @@ def test_the_batch_size_that_was_chosen_is_remembered(runs, text, tmp_path, monk
     monkeypatch.setattr(
         command.Checkpoint, "load", lambda one, p, d, device: load(one, p, d, torch.device("cpu"))
     )
-    given = [runs / "bf16", "--tasks", "none", "--loss-text", text, "--out", tmp_path]
+    given = [runs / "bf16", "--tasks", "none", "--text", text, "--out", tmp_path]
     for options, size, said in (([], 4, False), ([], 4, True), (["--overwrite"], 2, False)):
         done = run(*given, *options)
         assert done.exit_code == 0, done.output

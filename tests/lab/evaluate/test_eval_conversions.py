@@ -36,7 +36,7 @@ def evaluate(folder, tmp_path):
 
     def call(*arguments):
         out = tmp_path / "out"
-        done = run(*arguments, "--tasks", "none", "--loss-text", folder / "text.txt", "--out", out)
+        done = run(*arguments, "--tasks", "none", "--text", folder / "text.txt", "--out", out)
         assert done.exit_code == 0, done.output
         found: dict[str, list[float | None]] = {}
         with open(out / "table.csv") as file:

@@ -61,7 +61,7 @@ def harness_alone(checkpoint, precision, *names):
 def test_same_numbers_as_the_command(precision, checkpoint, tmp_path):
     metrics = {"piqa": "acc,none", "lambada_openai": "perplexity,none"}
     done = run(checkpoint, "--precision", precision, "--tasks", ",".join(metrics),
-               "--tasks-dir", DATA, "--batch-size", 8, "--out", tmp_path)  # fmt: skip
+               "--tasks-dir", DATA, "--batch", 8, "--out", tmp_path)  # fmt: skip
     assert done.exit_code == 0, done.output
     for task, metric in metrics.items():
         raw = harness_alone(checkpoint, precision, task)

@@ -26,12 +26,12 @@ def test_refusals(runs, tmp_path):
     for limit in ("0", "-3", "few", "=3", "race="):
         assert f"limit {limit!r}; expected a number of items" in refused(f"--limit={limit}")
     assert "limit for race, which is not" in refused("--limit", "race=2", *local, "piqa")
-    assert "batch-size 'big'; expected auto" in refused("--batch-size", "big")
+    assert "--batch 'big'; expected auto" in refused("--batch", "big")
     assert "format png; expected some of md, tex, csv" in refused("--format", "png")
     assert "metric 'f1'; expected acc" in refused("--metric", "f1")
     assert "metric for race, which is not" in refused("--metric", "race=acc", *local, "piqa")
     assert "device='warp'" in refused("--device", "warp", *local, "piqa")
-    assert "device='cuda:99'" in refused("--device", "cuda:99", *local, "piqa", "--batch-size", 1)
+    assert "device='cuda:99'" in refused("--device", "cuda:99", *local, "piqa", "--batch", 1)
     assert "nothing to evaluate" in refused("--tasks", "none")
 
 
@@ -84,7 +84,7 @@ def test_unusable_text(runs, tmp_path):
     ):
         file = tmp_path / name
         file.write_bytes(content)
-        done = run(runs / "bf16", "--tasks", "none", "--loss-text", file, "--out", tmp_path)
+        done = run(runs / "bf16", "--tasks", "none", "--text", file, "--out", tmp_path)
         assert isinstance(done.exception, ValueError)
         assert message in str(done.exception)
         assert name in str(done.exception)

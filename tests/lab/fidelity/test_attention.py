@@ -74,7 +74,8 @@ def test_command(place, tmp_path, monkeypatch, capsys):
     command = [
         "metis-hf", "fidelity", str(place / "model"), "--text", str(place / "text.txt"),
         "--schemes", "mxfp4", "--configs", configs, "--out", str(tmp_path / "out"),
-        "--limit", "9", "--length", "24", "--batch", "2", "--device", "cpu", "--alone", "none",
+        "--limit", "9", "--sequence-length", "24", "--batch", "2", "--device", "cpu",
+        "--alone", "none",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as done:

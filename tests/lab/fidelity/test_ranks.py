@@ -215,7 +215,7 @@ class TestCommand:
     @pytest.mark.slow
     def test_writes_a_config_that_fidelity_measures(self, place, tmp_path, monkeypatch, capsys):
         model, text = str(place / "model"), str(place / "text.txt")
-        small = ["--length", "24", "--tokens-per-step", "512"]
+        small = ["--sequence-length", "24", "--tokens-per-step", "512"]
         out = tmp_path / "budget.json"
         call = ["metis-hf", "ranks", model, "--text", text, "--budget", "90", "--out", str(out)]
         monkeypatch.setattr("sys.argv", [*call, "--limit", "3", *small])
