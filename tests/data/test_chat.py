@@ -146,7 +146,7 @@ def test_the_last_documents_are_held_out(tokenizer, tmp_path):
         ),
         ('{"prompt": "a"}', "line 1: expected an object with messages or text"),
         ('{"messages": [{"content": "a"}]}', "line 1: expected an object"),
-        ('{"text": "short"}', "at least one to train on are needed.*eval_sequences"),
+        ('{"text": "short"}', "at least one to train on are needed.*--eval-sequences"),
         (
             f'{{"text": "{"word " * 900}"}}\n' * 2,  # whole documents would be held out
             r"those that hold 16 tokens have [\d,]+, so that [\d,]+ of",

@@ -121,7 +121,7 @@ def test_a_batch_with_few_tokens_for_a_split_is_named(place, tmp_path, monkeypat
     command = [
         "metis-hf", "fidelity", str(place / "model"), "--text", str(place / "text.txt"),
         "--schemes", "nvfp4-rne", "--ranks", "4,5", "--alone", "none", "--out", str(tmp_path),
-        "--limit", "12", "--length", "24", "--batch", "2", "--device", "cpu",
+        "--limit", "12", "--sequence-length", "24", "--batch", "2", "--device", "cpu",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as done:
