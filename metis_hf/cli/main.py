@@ -25,7 +25,13 @@ from metis_hf.shared.messages import MENDABLE, one_line
 # Modules of the extra "eval".
 _EXTRA = {"lm_eval", "evaluate", "jinja2", "matplotlib", "yaml", "rich", "scipy", "typer"}
 
+# Options of 0.2, which commands of then still name.
+_RENAMED = {
+    "loss-text": "text", "batch-size": "batch", "length": "sequence-length", "sequences": "limit",
+}  # fmt: skip
+
 app = typer.Typer(
+    context_settings={"token_normalize_func": lambda name: _RENAMED.get(name, name)},
     help="Train Hugging Face language models in four bits, emulated exactly on CPU and CUDA.",
     no_args_is_help=True,
     add_completion=False,

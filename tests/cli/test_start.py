@@ -50,6 +50,24 @@ def test_version():
     assert (code, printed) == (0, f"metis-hf {version('metis-hf')}\n")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "absent", "--loss-text", "absent", "--batch-size", "2"],
+        ["fidelity", "absent", "--text", __file__, "--length=5"],
+        ["analyze", "absent", "--sequences", "3", "--out", "absent"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_options_of_the_version_before_are_still_read(command):
+    done = subprocess.run(
+        [sys.executable, "-m", "metis_hf.cli.main", *command], capture_output=True, text=True
+    )
+    assert done.returncode
+    assert "No such option" not in done.stderr
+    assert "absent" in done.stderr
+
+
 def test_schemes_are_listed():
     for code, printed in start(["schemes"], ["schemes", "--all"]):
         assert code == 0
