@@ -70,7 +70,8 @@ class _OrReference:
         if kind is None or not issubclass(kind, CompilationError) or _chosen is not None:
             return False
         warn_once(
-            f"the reference takes over from a kernel, more slowly, with the same numbers: {error}"
+            "the reference takes over from a kernel, more slowly, and sums may differ in their "
+            f"last bits: {error}"
         )
         return True
 

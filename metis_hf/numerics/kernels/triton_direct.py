@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
+from triton.runtime.errors import InterpreterError
 
 from metis_hf.numerics.kernels.request import CompilationError, failed_kernels
 
@@ -103,10 +104,14 @@ def _launch_ordinary(
 
 def _is_of_compiler(error: Exception) -> bool:
     """Return whether Triton, LLVM, ptxas or the C compiler has failed, and nothing has run."""
+    if isinstance(error, InterpreterError):
+        return False
     if isinstance(error, TritonError | OSError | subprocess.SubprocessError):
         return True
-    # LLVM's passes, and "Failed to find C compiler". A kernel that fails while it runs says CUDA.
-    return isinstance(error, RuntimeError) and "CUDA" not in str(error)
+    # LLVM's passes, and "Failed to find C compiler"; a kernel that fails while it runs names its
+    # device's runtime.
+    of_device = any(name in str(error) for name in ("CUDA", "HIP"))
+    return isinstance(error, RuntimeError) and not of_device
 
 
 def cdiv(a: int, b: int) -> int:

@@ -148,7 +148,11 @@ def test_a_kernel_that_cannot_be_compiled_is_tried_once(notes, monkeypatch) -> N
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), TypeError("x")],
+    [
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [HIP]: an illegal memory access was encountered"),
+        TypeError("x"),
+    ],
 )
 def test_failures_of_running_kernels_are_not_taken_for_the_compiler(
     notes, monkeypatch, error
