@@ -204,9 +204,8 @@ class TestCommand:
         view = browser.open_page(out, tmp_path, browser.sort_by("steps not finite"))
         assert view.console == []
         assert view.result("down") == "3|0"
-        assert (
-            f"metis ({broken.parent.name}/{broken.name})" in text
-        )  # two runs of a scheme have two names
+        # Two runs of a scheme have two names.
+        assert f"metis ({broken.parent.name}/{broken.name})" in text
 
     def test_bf16_has_no_quantizer(self, train, tmp_path):
         train(tmp_path, "bf16", schedule=False, max_steps=1)
