@@ -19,6 +19,7 @@ import design
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, settings
 from torch.utils import collect_env
 from transformers.utils import logging
 
@@ -29,6 +30,14 @@ logging.set_verbosity_error()
 
 # lm-eval writes it into each result, and asks a dozen programs for it: a second.
 collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
+
+# No property depends on how busy a machine is.
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.too_slow],
+)
+settings.load_profile("untimed")
 
 VOCAB = 256
 WHOLE_MODELS = {"conversion", "deploy", "lab", "training"}  # rooms of the package

@@ -23,7 +23,7 @@ from numerics.helpers import SCALE_ROUNDINGS, assert_bitwise, seeded
 from numerics.strategies import any_finite, matrices
 
 # Derandomized: the same examples each run. Enough for each of the options to come up.
-bounded = settings(max_examples=100, deadline=None, derandomize=True)
+bounded = settings(max_examples=100, derandomize=True)
 
 FEW_ULPS = 2.0**-21
 

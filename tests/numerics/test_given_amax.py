@@ -80,7 +80,7 @@ def test_packed_and_stored(kernel):
             assert_same_bits(values.float() * scale, expected)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.floats(1e-6, 1e6), st.integers(0, 2**31))
 def test_saturates_where_the_largest_scale_is_too_small(amax, seed):
     """Under amax, codes times the largest block scale reach amax itself and no further."""

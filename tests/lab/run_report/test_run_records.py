@@ -273,8 +273,9 @@ def paths(data, prefix=()):
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 @given(data=st.data())
-@settings(max_examples=60 if full() else 20, deadline=None, derandomize=True,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@settings(max_examples=60 if full() else 20, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture,
+                                 HealthCheck.too_slow])  # fmt: skip
 def test_no_record_breaks_a_page(data, tmp_path_factory):
     """Any value anywhere, a missing key, a file cut short, a byte from elsewhere."""
     files = records()

@@ -47,7 +47,7 @@ def test_every_choice_is_the_reference_to_the_bit(name) -> None:
         check(quantizer, TENSORS[name].to(DTYPES[turn % len(DTYPES)]), dim)
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(tensors())
 def test_shapes_and_strides(case) -> None:
     x, quantizer, dim = case

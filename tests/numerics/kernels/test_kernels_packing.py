@@ -54,10 +54,9 @@ def test_kernels_pack_as_the_reference(name) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @settings(
-    deadline=None,
     max_examples=40,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     st.integers(1, 40),

@@ -333,7 +333,7 @@ class TestInterpreter(Cases):
     device = "cpu"
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(tensors(BY_HAND))
 def test_any_tensor(case) -> None:
     x, quantizer, dim = case
