@@ -181,16 +181,15 @@ def _launch(
     matrix = matrix_of(x, lanes or groups is None, groups) if rows is None else rows
     other = pointers.get("other_ptr")
     given: dict[str, Any] = {name: pointers.get(name) for name in _POINTERS}
-    with torch.cuda.device_of(matrix):
-        launch_tiles(
-            find_amax,
-            _TILE_BLOCKS,
-            matrix,
-            groups,
-            more=0 if other is None else other.numel(),
-            low=low,
-            minus_ptr=minus,
-            BY_ROW=by_row,
-            LANES=lanes,
-            **given,
-        )
+    launch_tiles(
+        find_amax,
+        _TILE_BLOCKS,
+        matrix,
+        groups,
+        more=0 if other is None else other.numel(),
+        low=low,
+        minus_ptr=minus,
+        BY_ROW=by_row,
+        LANES=lanes,
+        **given,
+    )

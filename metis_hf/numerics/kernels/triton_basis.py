@@ -72,10 +72,9 @@ def _largest_of(sample: Tensor, key: noise.Key) -> Tensor:
     if known is not None:
         return known
     largest = zero_of(key.scratch, sample.device)
-    with torch.cuda.device_of(sample):
-        grid = (cdiv(count, _TILE),)
-        given = {"x_ptr": sample, "largest_ptr": largest, "count": count}
-        launch(find_largest, grid, _OPTIONS, **given, TILE=_TILE)
+    grid = (cdiv(count, _TILE),)
+    given = {"x_ptr": sample, "largest_ptr": largest, "count": count}
+    launch(find_largest, grid, _OPTIONS, **given, TILE=_TILE)
     return largest
 
 
@@ -225,29 +224,28 @@ def _multiply(
     out = torch.empty(width, columns, dtype=torch.float32, device=sample.device)
     squares = torch.empty(tiles, width, dtype=torch.float32, device=sample.device)
     word0, word1 = noise.static_words(key)
-    with torch.cuda.device_of(sample):
-        launch(
-            multiply,
-            (tiles,),
-            _OPTIONS,
-            left_ptr=left,
-            sample_ptr=sample,
-            largest_ptr=largest,
-            scaled_ptr=scaled,
-            out_ptr=out,
-            squares_ptr=squares,
-            data_ptr=key.data,
-            word0=word0,
-            word1=word1,
-            count=count,
-            columns=columns,
-            width=width,
-            WIDTH=padded_block(width),
-            COUNT=_COUNT,
-            COLUMNS=_COLUMNS,
-            PRECISION=_PRECISION,
-            TINY=_TINY,
-        )
+    launch(
+        multiply,
+        (tiles,),
+        _OPTIONS,
+        left_ptr=left,
+        sample_ptr=sample,
+        largest_ptr=largest,
+        scaled_ptr=scaled,
+        out_ptr=out,
+        squares_ptr=squares,
+        data_ptr=key.data,
+        word0=word0,
+        word1=word1,
+        count=count,
+        columns=columns,
+        width=width,
+        WIDTH=padded_block(width),
+        COUNT=_COUNT,
+        COLUMNS=_COLUMNS,
+        PRECISION=_PRECISION,
+        TINY=_TINY,
+    )
     return out, squares
 
 
@@ -272,30 +270,29 @@ def _turn(
         grams = torch.empty(programs, width, width, dtype=torch.float64, device=y.device)
         inverse = torch.empty(width, width, dtype=torch.float64, device=y.device)
     options = {"num_warps": max(1, min(16, padded * padded // 512))}  # 8 to 32 numbers of a thread
-    with torch.cuda.device_of(y):
-        launch(
-            turn,
-            (programs,),
-            options | {"enable_fp_fusion": True},
-            y_ptr=y,
-            squares_ptr=squares,
-            basis_ptr=basis,
-            before_ptr=before,
-            out_ptr=out,
-            amax_ptr=amax,
-            grams_ptr=grams,
-            counter_ptr=counter,
-            inverse_ptr=inverse,
-            columns=columns,
-            width=width,
-            stretches=0 if squares is None else squares.numel() // width,
-            TRACE=limits.trace,
-            ZERO=limits.zero,
-            SHIFT=limits.shift,
-            WIDTH=padded,
-            COLUMNS=_COLUMNS,
-            DEPTH=min(padded, _DEPTH),
-        )
+    launch(
+        turn,
+        (programs,),
+        options | {"enable_fp_fusion": True},
+        y_ptr=y,
+        squares_ptr=squares,
+        basis_ptr=basis,
+        before_ptr=before,
+        out_ptr=out,
+        amax_ptr=amax,
+        grams_ptr=grams,
+        counter_ptr=counter,
+        inverse_ptr=inverse,
+        columns=columns,
+        width=width,
+        stretches=0 if squares is None else squares.numel() // width,
+        TRACE=limits.trace,
+        ZERO=limits.zero,
+        SHIFT=limits.shift,
+        WIDTH=padded,
+        COLUMNS=_COLUMNS,
+        DEPTH=min(padded, _DEPTH),
+    )
     return out, inverse
 
 

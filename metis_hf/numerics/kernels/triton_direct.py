@@ -2,8 +2,9 @@
 
 `kernel[grid](...)` binds every argument by name, describes it to the compiler's backend, and finds
 the compiled kernel under a text of all that: 50 to 90 microseconds for the quantizer's arguments.
-The key here has what a description depends on on NVIDIA's GPUs, and nothing else. Wherever this way
-fails, and with releases that nobody has read, launches are the ordinary ones.
+The key here has what a description depends on on NVIDIA's GPUs, and nothing else; it is one
+expression, compiled for each kernel. Wherever this way fails, and with releases that nobody has
+read, launches are the ordinary ones.
 
 This module imports triton, so it is imported where it is used only.
 """
@@ -11,12 +12,11 @@ This module imports triton, so it is imported where it is used only.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime.errors import InterpreterError
 
@@ -24,11 +24,9 @@ from metis_hf.numerics.kernels.request import CompilationError, failed_kernels
 
 _RELEASES = [(3, minor) for minor in range(6, 10)]  # in which a compiled kernel takes all arguments
 _ALIGNED = 16  # bytes of a pointer, and units of an integer, that Triton looks at
-_CONSTANT, _PLAIN, _DESCRIBED = range(3)  # a parameter is part of the code, or its value counts
 
 _compiled: dict[Hashable, Any] = {}
-# By the kernel's id: the kernel, and name and kind of each parameter.
-_parameters: dict[int, tuple[Any, list[tuple[str, int]]]] = {}
+_describers: dict[Any, Callable[..., tuple[Hashable, tuple[Any, ...], int]]] = {}  # by kernel
 _usable = (
     torch.version.hip is None
     and tuple(int(part) for part in triton.__version__.split(".")[:2]) in _RELEASES
@@ -36,40 +34,44 @@ _usable = (
 
 
 def launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **arguments: Any) -> None:
-    """Launch a kernel on the current device.
+    """Launch a kernel on the device of its tensors.
 
     Args:
         kernel: a function under `triton.jit`.
         grid: of programs.
         options: of the compiler, such as `num_warps`; the same in all launches of a kernel.
-        arguments: all of the kernel's, by name.
+        arguments: all of the kernel's, by name; tensors under names that end with `_ptr`.
 
     Raises:
         CompilationError: the kernel cannot be compiled here; nothing was launched.
     """
-    global _usable
-    if not _usable or not isinstance(kernel, triton.JITFunction):
+    if not isinstance(kernel, triton.JITFunction):  # it is interpreted
         _launch_ordinary(kernel, grid, options, arguments, id(kernel))
         return
-    found = _parameters.get(id(kernel))
-    if found is None:
-        found = _parameters[id(kernel)] = kernel, [(p.name, _kind(p)) for p in kernel.params]
-    values: list[Any] = []
-    described: list[Any] = [id(kernel)]
-    for name, kind in found[1]:
-        value = arguments[name]
-        values.append(value)
-        if kind == _CONSTANT or value is None:
-            described += (type(value), value)  # 1, 1.0 and True are other code
-        elif isinstance(value, Tensor):
-            described += (value.dtype, value.get_device(), value.data_ptr() % _ALIGNED == 0)
-        elif kind == _PLAIN:
-            described.append(-(2**31) <= value < 2**31)
-        else:
-            described += (-(2**31) <= value < 2**31, value == 1, value % _ALIGNED == 0)
-    key = tuple(described)
+    describe = _describers.get(id(kernel))
+    if describe is None:
+        describe = _describers[id(kernel)] = _describer(kernel)
+    key, values, device = describe(**arguments)
+    key = id(kernel), device, key
+    if device < 0 or device == torch.cuda.current_device():
+        _launch_compiled(kernel, grid, options, arguments, key, values)
+        return
+    with torch.cuda.device(device):
+        _launch_compiled(kernel, grid, options, arguments, key, values)
+
+
+def _launch_compiled(
+    kernel: Any,
+    grid: tuple[int, ...],
+    options: dict[str, Any],
+    arguments: dict[str, Any],
+    key: Hashable,
+    values: tuple[Any, ...],
+) -> None:
+    """Launch what was compiled under this key, or compile it."""
+    global _usable
     compiled = _compiled.get(key)
-    if compiled is not None:
+    if compiled is not None and _usable:
         try:
             compiled[(*grid, 1, 1)[:3]](*values)
         except Exception:  # of Triton's own: nothing was launched, and the ordinary way says why
@@ -79,6 +81,29 @@ def launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **argume
     compiled = _launch_ordinary(kernel, grid, options, arguments, key)
     if compiled is not None:
         _compiled[key] = compiled
+
+
+def _describer(kernel: Any) -> Callable[..., tuple[Hashable, tuple[Any, ...], int]]:
+    """Return a function of a kernel's arguments that returns a key, all arguments and the device.
+
+    Constants count by type and value, for 1, 1.0 and True are other code; tensors by dtype and
+    whether they are aligned to 16 bytes; integers by what Triton makes other code of.
+    """
+    parts, names = [], [parameter.name for parameter in kernel.params]
+    for parameter in kernel.params:
+        x = parameter.name
+        if parameter.is_constexpr:
+            parts.append(f"type({x}), {x}")
+        elif x.endswith("_ptr"):
+            parts.append(f"{x} if {x} is None else ({x}.dtype, {x}.data_ptr() % 16 == 0)")
+        elif parameter.do_not_specialize:
+            parts.append(f"{x} if {x} is None else -(2**31) <= {x} < 2**31")
+        else:
+            described = f"-(2**31) <= {x} < 2**31, {x} == 1, {x} % 16 == 0"
+            parts.append(f"{x} if {x} is None else ({described})")
+    first = "".join(f"{x} if {x} is not None else " for x in names if x.endswith("_ptr")) + "None"
+    key, values = ", ".join(parts), ", ".join(names)
+    return eval(f"lambda {values}: (({key},), ({values},), ({first}).get_device())")
 
 
 def _launch_ordinary(
@@ -122,9 +147,3 @@ def cdiv(a: int, b: int) -> int:
 def padded_block(width: int) -> int:
     """Return the least power of two that a block of so many rows fits into, 16 at least."""
     return max(16, 1 << (width - 1).bit_length())
-
-
-def _kind(parameter: Any) -> int:
-    if parameter.is_constexpr:
-        return _CONSTANT
-    return _PLAIN if parameter.do_not_specialize else _DESCRIBED

@@ -95,43 +95,41 @@ def finish_product(out: Tensor, scales: Sequence[Tensor], bias: Tensor | None) -
     """See `epilogue.finish_product`; `out` is a contiguous matrix, not empty."""
     first, second = (*scales, None, None)[:2]
     count, columns = out.numel(), out.shape[1]
-    with torch.cuda.device_of(out):
-        launch(
-            finish,
-            (cdiv(count, _TILE),),
-            _OPTIONS,
-            out_ptr=out,
-            first_ptr=None if first is None else first.contiguous(),
-            second_ptr=None if second is None else second.contiguous(),
-            bias_ptr=None if bias is None else bias.contiguous(),
-            count=count,
-            columns=columns,
-            FIRST=_kind(first),
-            SECOND=_kind(second),
-            TILE=_TILE,
-        )
+    launch(
+        finish,
+        (cdiv(count, _TILE),),
+        _OPTIONS,
+        out_ptr=out,
+        first_ptr=None if first is None else first.contiguous(),
+        second_ptr=None if second is None else second.contiguous(),
+        bias_ptr=None if bias is None else bias.contiguous(),
+        count=count,
+        columns=columns,
+        FIRST=_kind(first),
+        SECOND=_kind(second),
+        TILE=_TILE,
+    )
 
 
 def rounding_error(x: Tensor, values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See `epilogue.rounding_error`; `values` is a contiguous matrix, not empty."""
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     count, columns = out.numel(), out.shape[1]
-    with torch.cuda.device_of(out):
-        launch(
-            subtract,
-            (cdiv(count, _TILE),),
-            _OPTIONS,
-            x_ptr=x,
-            values_ptr=values,
-            scale_ptr=None if scale is None else scale.contiguous(),
-            out_ptr=out,
-            count=count,
-            columns=columns,
-            row_stride=x.stride(0),
-            column_stride=x.stride(1),
-            SCALE=_kind(scale),
-            TILE=_TILE,
-        )
+    launch(
+        subtract,
+        (cdiv(count, _TILE),),
+        _OPTIONS,
+        x_ptr=x,
+        values_ptr=values,
+        scale_ptr=None if scale is None else scale.contiguous(),
+        out_ptr=out,
+        count=count,
+        columns=columns,
+        row_stride=x.stride(0),
+        column_stride=x.stride(1),
+        SCALE=_kind(scale),
+        TILE=_TILE,
+    )
     return out
 
 
@@ -141,19 +139,18 @@ def multiply_columns(x: Tensor, lengths: Tensor, scratch: Scratch | None) -> Ten
     amax = zero_of(scratch, x.device)
     if scratch is not None:
         scratch.keep(Measured(out), amax)
-    with torch.cuda.device_of(out):
-        launch(
-            scale_columns,
-            (cdiv(out.numel(), _TILE),),
-            _OPTIONS,
-            x_ptr=x,
-            lengths_ptr=lengths.contiguous(),
-            out_ptr=out,
-            amax_ptr=amax,
-            count=out.numel(),
-            columns=out.shape[1],
-            TILE=_TILE,
-        )
+    launch(
+        scale_columns,
+        (cdiv(out.numel(), _TILE),),
+        _OPTIONS,
+        x_ptr=x,
+        lengths_ptr=lengths.contiguous(),
+        out_ptr=out,
+        amax_ptr=amax,
+        count=out.numel(),
+        columns=out.shape[1],
+        TILE=_TILE,
+    )
     return out
 
 

@@ -242,23 +242,22 @@ def unpack(
     values = torch.empty(2 * codes.numel() // columns, columns, dtype=dtype, device=codes.device)
     added = None if plus is None else _work_form(plus, tile, dim)
     decode, per_row = packed.global_scale if scaled else None, blocks_in(shape[1])
-    with torch.cuda.device_of(values):
-        launch_tiles(
-            triton_kernels.unpack,
-            _TILE_BLOCKS,
-            values,
-            groups,
-            low=low,
-            first={"codes_ptr": codes, "scale_ptr": packed.scale.view(torch.uint8)},
-            decode_ptr=decode,
-            plus_ptr=added,
-            out_ptr=values,
-            blocks=shape[0] * per_row,
-            per_row=per_row,
-            LANES=along_rows or tile is Tile.SQUARE,
-            ROWS=not along_rows,
-            BY_ROW=decode is not None and decode.dim() > 0,
-        )
+    launch_tiles(
+        triton_kernels.unpack,
+        _TILE_BLOCKS,
+        values,
+        groups,
+        low=low,
+        first={"codes_ptr": codes, "scale_ptr": packed.scale.view(torch.uint8)},
+        decode_ptr=decode,
+        plus_ptr=added,
+        out_ptr=values,
+        blocks=shape[0] * per_row,
+        per_row=per_row,
+        LANES=along_rows or tile is Tile.SQUARE,
+        ROWS=not along_rows,
+        BY_ROW=decode is not None and decode.dim() > 0,
+    )
     return _without_padding(values, padded, torch.Size(shape))
 
 
@@ -335,24 +334,23 @@ def _write(
         noise_key = noise.as_key(key)
         noise_key = noise_key.fold(SCALE_NOISE) if eden else noise_key
         data, words = noise_key.data, noise.static_words(noise_key)
-    with torch.cuda.device_of(matrix):
-        launch_tiles(
-            triton_kernels.quantize,
-            _TILE_BLOCKS,
-            matrix,
-            groups,
-            low=low,
-            minus_ptr=minus,
-            plus_ptr=plus,
-            amax_ptr=outer.amax,
-            decode_ptr=outer.decode,
-            out_ptr=values,
-            codes_ptr=codes,
-            scale_ptr=scale,
-            data_ptr=data,
-            word0=words[0],
-            word1=words[1],
-            blocks=outer.blocks,
-            per_row=outer.per_row,
-            **{name.upper(): choice for name, choice in choices._asdict().items()},
-        )
+    launch_tiles(
+        triton_kernels.quantize,
+        _TILE_BLOCKS,
+        matrix,
+        groups,
+        low=low,
+        minus_ptr=minus,
+        plus_ptr=plus,
+        amax_ptr=outer.amax,
+        decode_ptr=outer.decode,
+        out_ptr=values,
+        codes_ptr=codes,
+        scale_ptr=scale,
+        data_ptr=data,
+        word0=words[0],
+        word1=words[1],
+        blocks=outer.blocks,
+        per_row=outer.per_row,
+        **{name.upper(): choice for name, choice in choices._asdict().items()},
+    )

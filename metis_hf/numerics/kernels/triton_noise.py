@@ -77,7 +77,7 @@ def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor |
     out = torch.empty(shape, dtype=torch.float32, device=device)
     count, width = out.numel(), shape[-1] if shape else 1
     word0, word1 = noise.static_words(key)
-    with or_reference, torch.cuda.device_of(out):
+    with or_reference:
         launch(
             draw,
             (cdiv(count, _TILE),),
@@ -98,7 +98,7 @@ def fingerprint(x: Tensor) -> Tensor | None:
     """See `noise.fingerprint`; x is not empty, of a dtype in `DTYPES`. None: no kernel does it."""
     given = _contiguous(x)
     out = torch.empty((), dtype=torch.int32, device=x.device)
-    with or_reference, torch.cuda.device_of(out):
+    with or_reference:
         sizes = {"count": given.numel(), "SAMPLES": noise.SAMPLES}
         launch(hash_samples, (1,), {}, x_ptr=given, out_ptr=out, **sizes)
         return out
@@ -111,7 +111,7 @@ def fingerprints(
     """See `noise.fingerprints`."""
     x, other = _contiguous(x), _contiguous(other)
     out = torch.empty(WORDS, dtype=torch.int32, device=x.device)
-    with or_reference, torch.cuda.device_of(out):
+    with or_reference:
         launch(
             hash_both,
             (1,),

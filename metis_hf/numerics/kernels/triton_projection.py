@@ -117,37 +117,36 @@ def project(x: Tensor, v: Tensor, scratch: Scratch | None) -> tuple[Tensor, Tens
     if scratch is not None:
         scratch.keep(Measured(out), amax)
     known = {"out_ptr": out, "largest_ptr": largest, "squares_ptr": squares}
-    with torch.cuda.device_of(x):
-        launch(
-            multiply,
-            (blocks,),
-            _OPTIONS,
-            x_ptr=x,
-            v_ptr=v,
-            **known,
-            count=count,
-            columns=columns,
-            width=width,
-            row_stride=x.stride(0),
-            column_stride=x.stride(1),
-            v_row_stride=v.stride(0),
-            v_column_stride=v.stride(1),
-            ROWS=_ROWS,
-            WIDTH=padded,
-            DEPTH=64 if padded <= 64 else 32,
-        )
-        launch(
-            to_unit_columns,
-            (blocks, cdiv(width, _COLUMNS)),
-            _OPTIONS,
-            **known,
-            lengths_ptr=lengths,
-            amax_ptr=amax,
-            count=count,
-            width=width,
-            blocks=blocks,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
-            BLOCKS=_BLOCKS,
-        )
+    launch(
+        multiply,
+        (blocks,),
+        _OPTIONS,
+        x_ptr=x,
+        v_ptr=v,
+        **known,
+        count=count,
+        columns=columns,
+        width=width,
+        row_stride=x.stride(0),
+        column_stride=x.stride(1),
+        v_row_stride=v.stride(0),
+        v_column_stride=v.stride(1),
+        ROWS=_ROWS,
+        WIDTH=padded,
+        DEPTH=64 if padded <= 64 else 32,
+    )
+    launch(
+        to_unit_columns,
+        (blocks, cdiv(width, _COLUMNS)),
+        _OPTIONS,
+        **known,
+        lengths_ptr=lengths,
+        amax_ptr=amax,
+        count=count,
+        width=width,
+        blocks=blocks,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        BLOCKS=_BLOCKS,
+    )
     return out, lengths

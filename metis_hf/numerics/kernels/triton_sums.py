@@ -84,27 +84,26 @@ def sum_rows(
     largest = zero_of(signs.scratch, x.device)
     if signs.scratch is not None:
         signs.scratch.keep(Measured(out, finite=True), largest)
-    with torch.cuda.device_of(x):
-        launch(
-            add_rows,
-            (sums, cdiv(columns, _COLUMNS)),
-            {"enable_fp_fusion": False},
-            x_ptr=x,
-            mask_ptr=None if mask is None else mask.view(torch.uint8),
-            out_ptr=out,
-            largest_ptr=largest,
-            data_ptr=signs.data,
-            shift0=shift0,
-            shift1=shift1,
-            sign0=sign0,
-            sign1=sign1,
-            rows=x.shape[0],
-            columns=columns,
-            sums=sums,
-            stretches=stretches,
-            row_stride=x.stride(0),
-            column_stride=x.stride(1),
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
-        )
+    launch(
+        add_rows,
+        (sums, cdiv(columns, _COLUMNS)),
+        {"enable_fp_fusion": False},
+        x_ptr=x,
+        mask_ptr=None if mask is None else mask.view(torch.uint8),
+        out_ptr=out,
+        largest_ptr=largest,
+        data_ptr=signs.data,
+        shift0=shift0,
+        shift1=shift1,
+        sign0=sign0,
+        sign1=sign1,
+        rows=x.shape[0],
+        columns=columns,
+        sums=sums,
+        stretches=stretches,
+        row_stride=x.stride(0),
+        column_stride=x.stride(1),
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+    )
     return out
