@@ -43,7 +43,12 @@ def input_groups(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     go to the experts.
     """
     together: dict[str, list[str]] = defaultdict(list)
-    keys = {name: _EXPERT.sub(r"\1", group[0]) for name, group in deployed_groups(names).items()}
+    keys = {name: every_expert(group[0]) for name, group in deployed_groups(names).items()}
     for name, key in keys.items():
         together[key].append(name)
     return {name: tuple(together[key]) for name, key in keys.items()}
+
+
+def every_expert(name: str) -> str:
+    """Return a layer's name without the number of its expert, if it is one's."""
+    return _EXPERT.sub(r"\1", name)

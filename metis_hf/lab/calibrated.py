@@ -113,11 +113,13 @@ def calibrated_model(
         )
     elif calibration.text is not None:
         report(f"no layer quantizes its inputs, so {calibration.text} is not read")
+    if rows is None and model.can_generate() and _reads_tokens(config, type(model)):
+        batches = [model.dummy_inputs["input_ids"]]  # show which layers the model calls
     nn.Module.to(model, calibration.device)
     shown = _Shown(batches, progress or TaskProgress(None))
     with shown.progress.running({_Shown.task: (len(batches), 1.0)}):
         scales = calibrate(model, shown, method=calibration.method)
-    if unseen := [name for name, scale in scales.items() if batches and not scale.largest]:
+    if unseen := [name for name, scale in scales.items() if scale.input_amax and not scale.largest]:
         report(
             f"{len(unseen)} layers of experts saw no token and take the scale of inputs that the "
             f"other experts of their layer have: {some(unseen, 1)}"
@@ -200,6 +202,10 @@ def _static(config: MetisConfig) -> list[StaticScales]:
     return [scheme.state for scheme in schemes if isinstance(scheme.state, StaticScales)]
 
 
+def _reads_tokens(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> bool:
+    return not config.is_encoder_decoder and cls.main_input_name == "input_ids"
+
+
 def calibration_rows(
     config: PreTrainedConfig, checkpoint: str | Path, calibration: Calibration
 ) -> Tensor:
@@ -214,7 +220,7 @@ def calibration_rows(
             "be found on: give --calibrate TEXT, or --scheme w4a16 for weights alone"
         )
     cls = model_class(config, checkpoint)
-    if config.is_encoder_decoder or cls.main_input_name != "input_ids":
+    if not _reads_tokens(config, cls):
         raise ValueError(
             f"{cls.__name__} does not read token ids alone; calibrate it in a script: "
             "metis_hf.calibrate(model, batches) with its own arguments, save it and export that"

@@ -26,6 +26,7 @@ from metis_hf.numerics import Quantizer
 from metis_hf.schemes.states import StaticScales, largest_magnitude
 from metis_hf.shared.messages import some
 from metis_hf.training.copies import by_place
+from metis_hf.training.precision import high_precision
 from metis_hf.training.scale_error import BlockSample
 from metis_hf.training.uncalled import warn_of_unpacked
 
@@ -135,9 +136,11 @@ def calibrate(
     groups = {name: [seen[member] for member in layers.group_of(name, seen)] for name in seen}
     samples: dict[str, BlockSample] = {}  # by the first layer of a group
     share = percentile / 100 if method == "percentile" else None
+    called: set[str] = set()
 
     def note(name: str, x: Tensor, rows: Tensor) -> None:
-        if not _note(seen[name], rows, share) or method != "mse":
+        called.add(name)
+        if name not in seen or not _note(seen[name], rows, share) or method != "mse":
             return
         first = layers.group_of(name, seen)[0]
         if first not in samples:
@@ -148,18 +151,19 @@ def calibrate(
 
     with _following_inputs(layers):
         if not observed and (batch := list(itertools.islice(batches, 1))):
-            called: set[str] = set()
-            _observe(model, batch, layers, lambda name, *_: called.add(name))
-            warn_of_unpacked(layers, called)
+            with high_precision(model):
+                _observe(model, batch, layers, note)
         if observed:
             with _together(model, seen):
-                _observe(model, batches, observed, note)
+                _observe(model, batches, layers, note)
             _refuse_unseen(groups)
             with _together(model, seen):
                 for first, sample in samples.items():
                     largest = max(one.largest for one in groups[first])
                     errors = sample.errors([largest * tried for tried in TRIED_SHARES])
                     seen[first].errors = errors
+    if called:
+        warn_of_unpacked(layers, called)
     chosen = {name: _choose(method, group) for name, group in groups.items()}
     return _fix(layers, chosen, {name: one.largest for name, one in seen.items()})
 

@@ -7,11 +7,12 @@ report and health have the layer as it was converted.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 from transformers.utils import logging
 
+from metis_hf.conversion.deployed import every_expert
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.training.copies import by_place
 
@@ -48,14 +49,18 @@ def warn_of_uncalled(model: nn.Module, layers: Mapping[str, MetisLayer]) -> None
         )
 
 
-def warn_of_unpacked(layers: Collection[str], called: Container[str]) -> None:
-    """Name the layers of weights alone that a batch of calibration did not call."""
-    names = [name for name in layers if name not in called]
+def warn_of_unpacked(layers: Collection[str], called: Collection[str]) -> None:
+    """Name the layers of weights alone that a batch of calibration did not call.
+
+    One expert of a layer stands for the others.
+    """
+    places = {every_expert(name) for name in called}
+    names = [name for name in layers if every_expert(name) not in places]
     if names:
         logger.warning(
-            "calibration called %d of %d converted layers, and not %s. That is right for experts "
-            "without tokens. Otherwise %s: these are in high precision here, and in four bits in "
-            "an export",
+            "calibration called %d of %d converted layers, and not %s. That is right for modules "
+            "of another branch (an image encoder where tokens are text). Otherwise %s: these are "
+            "in high precision here, and in four bits in an export",
             len(layers) - len(names),
             len(layers),
             by_kind(names),

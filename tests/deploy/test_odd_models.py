@@ -20,7 +20,7 @@ from metis_hf.data.corpus import train_tokenizer
 from metis_hf.data.perplexity import check_reference
 from metis_hf.deploy import export_checkpoint, load_low_rank
 from metis_hf.deploy.source import held_out_windows
-from metis_hf.lab.calibrated import Calibration, calibration_rows
+from metis_hf.lab.calibrated import Calibration, calibrated_model, calibration_rows
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 ROUNDED = 0.15  # relative error of a weight in FP4 in two parts
@@ -73,6 +73,19 @@ def test_the_context_of_a_composite_model_is_that_of_its_text(tmp_path):
     assert calibration_rows(config, tmp_path, Calibration(text=path)).shape[1] == 16
     with pytest.raises(ValueError, match=r"do not fit the context .* choose at most 15"):
         check_reference(str(tmp_path), 16)
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [(llava, r"layers, and not model\.vision_tower\."), (mixtral, None), (None, None)],
+    ids=["an image encoder without an image", "experts without tokens", "no decoder"],
+)
+def test_weights_alone_name_layers_that_text_does_not_reach(build, named, tmp_path, caplog):
+    bert = transformers.BertConfig(**TINY, intermediate_size=32)
+    (build() if build else transformers.BertForMaskedLM(bert)).save_pretrained(tmp_path)
+    calibrated_model(tmp_path, Calibration(None, scheme="w4a16"))
+    assert bool(caplog.text) == bool(named)
+    assert re.search(named or "", caplog.text)
 
 
 def test_all_that_was_tied_to_a_packed_head_is_written(tmp_path):

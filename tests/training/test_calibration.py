@@ -152,9 +152,12 @@ class TestCalibrate:
         assert calibrate(model, ids(1)) == found
         assert not caplog.text
 
-    def test_weights_alone_of_a_layer_that_is_not_called(self, caplog):
+    @pytest.mark.parametrize(
+        "config", [{"scheme": "w4a16"}, {"scheme_pattern": {"up_proj": "w4a16"}}]
+    )
+    def test_weights_alone_of_a_layer_that_is_not_called(self, config, caplog):
         """Its weight is read: in high precision here, in four bits in an export."""
-        model = converted("w4a16", target_modules=["q_proj", "up_proj"])
+        model = converted(target_modules=["q_proj", "up_proj"], **config)
         block = model.model.layers[1].mlp
         block.up_proj.forward = None
         weight = block.up_proj.weight

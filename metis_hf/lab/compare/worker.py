@@ -31,6 +31,7 @@ from metis_hf.shared.devices import device_of
 from metis_hf.shared.processes import end_with_parent
 from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import commit, read_json
+from metis_hf.training import uncalled
 
 
 def say(**values: Any) -> None:
@@ -107,7 +108,8 @@ def main() -> None:
     if arguments.with_parent:
         end_with_parent()
     for handler in (Forwarded(), logging.StreamHandler()):  # for people now, and in the log
-        checkpoints.logger.addHandler(handler)
+        for logger in (checkpoints.logger, uncalled.logger):
+            logger.addHandler(handler)
     with quiet():
         run(arguments.directory)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 import transformers
 
 from lab.compare.comparing import CONFIG
-from metis_hf.lab.compare import meters
+from metis_hf.lab.compare import meters, worker
 from metis_hf.lab.compare.plan import make_plan, with_accumulation
 from metis_hf.lab.compare.training import train, training_arguments, whole_batches
 from metis_hf.lab.compare.variants import Experiment
+from metis_hf.shared import checkpoints
+from metis_hf.training import uncalled
 
 
 def dataset(ids):
@@ -119,3 +122,16 @@ def test_a_short_run_is_logged_at_least_once(every, logged):
     state.compute_steps(arguments, max_steps=4)
     assert state.logging_steps == logged
     assert training["logging_steps"] == every  # what the comparison is recorded with
+
+
+def test_layers_that_a_run_does_not_call_are_named_at_once(monkeypatch, capsys):
+    """Where libraries are silent: to the process that shows them, and in the log."""
+    for logger in (checkpoints.logger, uncalled.logger):
+        monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(sys, "argv", ["worker", "run"])
+    monkeypatch.setattr(worker, "run", lambda _: uncalled.warn_of_unpacked(["head"], ["up"]))
+    worker.main()
+    said = capsys.readouterr()
+    note = json.loads(said.out)["note"]
+    assert "0 of 1 converted layers, and not head." in note
+    assert said.err.strip() == note
