@@ -135,7 +135,7 @@ def _alone(page: Page, result: SchemeFidelity) -> None:
     total = sum(found["kl"] for found in layers.values())
     rise = sum(found["loss"] for found in layers.values())
     page.text(
-        f"Each layer alone, on one sequence: their divergences sum to {total:.4f} nats, all "
+        f"Each layer alone, on one batch: their divergences sum to {total:.4f} nats, all "
         f"together give {whole['kl']:.4f}; loss rises sum to {rise:+.2f} %, all together "
         f"{whole['loss']:+.2f} %."
     )

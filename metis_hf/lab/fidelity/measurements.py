@@ -29,10 +29,10 @@ from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import CONTROL, Role, Scheme, source_digests
 from metis_hf.shared.records import environment, write_json
 
-LOSS, GRADIENTS, OPERANDS, ALONE = "loss", "gradients", "operands", "layers alone"
+LOSS, GRADIENTS, OPERANDS, ALONE = "loss", "gradients", "operands", "each layer"
 PREDICTED_KINDS = ("input", "weight")  # operands that predictions depend on
 # The cost of an item in forward passes over a batch, for the time left.
-_COSTS = {LOSS: 2.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 2.0}
+_COSTS = {LOSS: 2.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 1.0}
 _TOKENS_A_DIRECTION = 10  # of a batch; with fewer, a split has little left to leave out
 
 
@@ -278,9 +278,10 @@ class _Measurements:
         return found
 
     def _alone(self, scheme: _Converted) -> dict[str, Any]:
-        """Quantize one layer at a time, on the first sequence of the held-out text."""
+        """Quantize one layer at a time, on the first batch of the held-out text."""
         one_by_one = [{name: each} for name, each in scheme.schemes.items()]
         every = [scheme.whole, *one_by_one]
-        whole, *parts = self._predict(scheme, self.held_out[:1], every, ALONE)
+        rows = self.held_out[: self.settings.batch]
+        whole, *parts = self._predict(scheme, rows, every, ALONE)
         layers = dict(zip(scheme.schemes, map(predictions.effect, parts)))
         return {"layers": layers, "whole": predictions.effect(whole)}

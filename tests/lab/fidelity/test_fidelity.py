@@ -141,7 +141,7 @@ class TestNumbers:
             assert found["layers"].keys() == layers.keys()
         name = "model.layers.0.mlp.down_proj"
         config = MetisConfig(scheme="nvfp4-rne", target_modules=name.replace(".", r"\."))
-        ids = token_ids(place)[:1]
+        ids = token_ids(place)[:2]
         with torch.no_grad():
             exact = load(place).eval()(input_ids=ids, labels=ids).loss.item()
             whole = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).eval()
@@ -301,7 +301,7 @@ class TestFiles:
             ("loss", True): len(results) * (4 + 2),  # four batches, two kinds on one of them
             ("gradients", True): len(results) * (2 + 3),
             ("operands", True): len(results),
-            ("layers alone", True): 7 + 1,
+            ("each layer", True): 7 + 1,
         }
 
     def test_other_settings_cost_no_measurement(self, place, measured, tmp_path, monkeypatch):
