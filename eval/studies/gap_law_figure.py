@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes, scheme_styles
+from metis_hf.lab.show.figure import (
+    COLORS,
+    MARKER,
+    MARKERS,
+    as_png,
+    figure_axes,
+    scheme_styles,
+    tidy,
+)
 
 Law = Callable[[Any, np.ndarray], np.ndarray]  # a point, ratios of tokens to parameters -> gaps
 
@@ -25,23 +33,13 @@ def draw(
         curved: the same by the law with curvature.
         path: of the PNG.
     """
-    figure, axes = figure_axes(1, 2, (11, 4.6))
-    _published(axes[0][0], points, power, curved)
-    axes[0][0].set_title(
-        f"Quartet II's grid: mean of {record['published schemes']} schemes", fontsize=10
-    )
-    _ours(axes[0][1], record["extrapolated"])
-    size = record["parameters extrapolated to"]
-    smallest = min(point.parameters for point in points)
-    axes[0][1].set_title(
-        f"{size / 1e6:.2f}M parameters; the grid's smallest has {smallest / size:.0f} times "
-        "as many",
-        fontsize=10,
-    )
-    for axis in axes[0]:
-        axis.grid(alpha=0.3, which="both")
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    figure, ((published, ours),) = figure_axes(1, 2, (9.5, 4.8))
+    tidy(published, ours)
+    _published(published, points, power, curved)
+    published.set_title(f"{record['published schemes']} published schemes, mean")
+    _ours(ours, record["extrapolated"])
+    ours.set_title(f"ours, at {record['parameters extrapolated to'] / 1e6:.2f}M parameters")
+    path.write_bytes(as_png(figure, "Gap as a law of size and tokens: Quartet II's grid and ours"))
 
 
 def _published(axis, points: Sequence[Any], power: Law, curved: Law) -> None:
@@ -51,12 +49,12 @@ def _published(axis, points: Sequence[Any], power: Law, curved: Law) -> None:
         ratios = np.geomspace(here[0].ratio, here[-1].ratio, 50)
         for law, line in ((power, ":"), (curved, "-")):
             axis.plot(ratios, law(here[0], ratios), line, color=color, lw=1.2)
-        axis.plot([p.ratio for p in here], [p.gap for p in here], marker, color=color, ms=6,
+        axis.plot([p.ratio for p in here], [p.gap for p in here], marker, color=color, ms=MARKER,
                   markeredgecolor="black", markeredgewidth=0.4,
                   label=f"{size / 1e6:.0f}M")  # fmt: skip
     axis.plot([], [], "k:", lw=1.2, label="power law")
     axis.plot([], [], "k-", lw=1.2, label="with curvature")
-    _logarithmic(axis, [30, 50, 100, 200, 400, 800], [1.5, 2, 2.5, 3])
+    _logarithmic(axis, [25, 50, 100, 200, 400, 800], [1.5, 2, 2.5, 3])
     axis.legend(title="parameters")
     axis.set_xlabel("tokens per parameter")
     axis.set_ylabel("held-out loss above bf16 (%)")
@@ -66,15 +64,15 @@ def _ours(axis, extrapolated: dict[str, Any]) -> None:
     seeds = " or ".join(map(str, sorted({found["seeds"] for found in extrapolated.values()})))
     styles = scheme_styles(list(extrapolated))
     for row, (name, found) in enumerate(extrapolated.items()):
-        law, ours = found["law"], found["ours"]
+        law, style = found["law"], styles[name]
         axis.errorbar(law, row + 0.12, xerr=[[law - found["low"]], [found["high"] - law]],
-                      fmt="o", color="0.5", capsize=3, ms=6,
+                      fmt="|", color="0.5", capsize=3, ms=2 * MARKER,
                       label="" if row else "law of the grid, for one new run")  # fmt: skip
-        axis.errorbar(ours, row - 0.12, xerr=found["half_width"], fmt="s", capsize=3, ms=6,
-                      color=styles[name].color,
-                      label="" if row else f"ours: {seeds} seeds")  # fmt: skip
+        axis.errorbar(found["ours"], row - 0.12, xerr=found["half_width"], fmt=style.marker,
+                      capsize=3, ms=MARKER, color=style.color)  # fmt: skip
+    axis.errorbar([], [], xerr=[], fmt="s", color="black", label=f"ours, {seeds} seeds")
     axis.set_yticks(range(len(extrapolated)), list(extrapolated))
-    axis.set_ylim(-0.6, len(extrapolated) - 0.1)
+    axis.set_ylim(-0.6, len(extrapolated) + 0.3)
     axis.set_xlim(0, None)
     axis.set_xlabel("held-out loss above bf16 (%), 95 % intervals")
     axis.legend(loc="upper left")
