@@ -29,13 +29,14 @@ from metis_hf.training.reference_values import RELATIVE_ERROR
 Data = Mapping[str, Any]
 SCHEME_COLORS = {scheme: STYLES[scheme].color for scheme in SCHEMES}
 GREY = "#b8bcc2"
+_PANEL = 3.2  # inches: three beside each other are as wide as other figures
 _RAMP = ("#0b3954", "#0072B2", "#56B4E9", "#E69F00")  # leading to trailing component
 
 
 def _panels(data: Data, part: str, height: float = 3.3, rows: int = 1):
     """Return (figure, axes [rows n], the kinds that have `part`)."""
     kinds = [kind for kind in KINDS if part in data.get(kind, {})]
-    figure, axes = figure_axes(rows, max(len(kinds), 1), (4.1 * max(len(kinds), 1), height))
+    figure, axes = figure_axes(rows, max(len(kinds), 1), (_PANEL * max(len(kinds), 1), height))
     tidy(*axes.flat)
     for axis, kind in zip(axes[0], kinds):
         axis.set_title(f"{kind}  {data[kind]['shape'][0]} x {data[kind]['shape'][1]}")
@@ -114,10 +115,14 @@ def _step(axis: Any, edges: Sequence[float], density: Sequence[float], color: st
     axis.stairs(density, edges, color=color, lw=1.5, label=label, baseline=None)
 
 
-def _log_density(axis: Any, edges: Sequence[float], density: Sequence[float]) -> None:
+def _log_density(
+    axis: Any, edges: Sequence[float], density: Sequence[float], room: float = 0.0
+) -> None:
+    """Scale an axis to logarithms, with room for a text above the curves, as a share of them."""
     seen = [value for value in density if value > 0]
     axis.set_yscale("log")
-    axis.set_ylim(min(seen) / 2, None)
+    low, high = min(seen) / 2, axis.get_ylim()[1]
+    axis.set_ylim(low, high * (high / low) ** room)
     axis.set_xlim(edges[0] * 1.02, edges[-1] * 1.02)
     axis.set_xlabel("element")
     axis.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
@@ -132,11 +137,12 @@ def residuals(data: Data, title: str) -> bytes:
         for color, (index, vector) in zip(_RAMP, part["vectors"].items()):
             _step(top, vector["edges"], vector["density"], color, f"u, i = {index}")
         top.locator_params(axis="x", nbins=6)
+        top.set_ylim(top=1.3 * top.get_ylim()[1])  # room for the legend
         top.set_xlabel("entry of a left singular vector")
         top.legend(frameon=False, loc="upper right")
         _fill(bottom, part["edges"], part["full"], GREY, "full matrix")
         _fill(bottom, part["residual_edges"], part["residual"], COLORS[4], "residual")
-        _log_density(bottom, part["edges"], part["full"])
+        _log_density(bottom, part["edges"], part["full"], room=0.3)
         narrowing = part["narrowing"]
         bottom.text(0.03, 0.97,
                     f"without the top {part['removed']}:\n{narrowing['max']:.1f}x narrower (max),\n"
@@ -158,12 +164,11 @@ def preprocessing(data: Data, title: str) -> bytes:
         for name, density in part["density"].items():
             draw = _fill if name == "original" else _step
             draw(axis, part["edges"], density, colors[name], name)
-        _log_density(axis, part["edges"], part["density"]["original"])
+        _log_density(axis, part["edges"], part["density"]["original"], room=0.4)
         wide = part["width"]
         lines = [f"{name}: {wide[name]['max'] / wide['original']['max']:.2f}" for name in colors]
         axis.text(0.03, 0.97, "largest element\n" + "\n".join(lines), transform=axis.transAxes,
                   va="top")  # fmt: skip
-        axis.set_ylim(top=axis.get_ylim()[1] * 8)
     axes[0, 0].set_ylabel("density")
     shared_legend(figure, axes[0, :1])
     return as_png(figure, title)
@@ -234,7 +239,7 @@ def alignment(data: Data, title: str) -> bytes:
             curve = part.get(f"by_{unit}")
             if curve is None:
                 continue  # rows of experts are no sequences
-            label = f"random {unit}s ({part['rows' if unit == 'row' else 'sequences']} in all)"
+            label = f"{unit}s, of {part['rows' if unit == 'row' else 'sequences']}"
             axis.plot(curve["ratio"], curve["mean"], "o-", ms=3.5, color=color, label=label)
             axis.fill_between(curve["ratio"], curve["low"], curve["high"], color=color, alpha=0.2)
         axis.axhline(0.9, color="#7a7f87", lw=1, ls="--")
@@ -242,8 +247,7 @@ def alignment(data: Data, title: str) -> bytes:
         axis.set_xscale("log")
         axis.set_ylim(0, 1.03)
         axis.set_xlabel("sample ratio")
-        axis.legend(frameon=False, loc="lower right",
-                    title=f"subspace of dimension {part['rank']}")  # fmt: skip
+        axis.legend(loc="lower right", title=f"{part['rank']} directions")
     axes[0, 0].set_ylabel("mean squared\ncanonical correlation")
     return as_png(figure, title)
 
@@ -269,7 +273,7 @@ def all_spectra(lines: Data, title: str) -> bytes:
     kinds = [
         kind for kind in KINDS if any("sigma" in line.get(kind, {}) for line in lines.values())
     ]
-    figure, axes = figure_axes(1, max(len(kinds), 1), (4.1 * max(len(kinds), 1), 3.5))
+    figure, axes = figure_axes(1, max(len(kinds), 1), (_PANEL * max(len(kinds), 1), 3.5))
     for axis, kind in zip(axes[0], kinds):
         curves = [line[kind] for line in lines.values() if "sigma" in line.get(kind, {})]
         _spectrum_axes(axis, curves)
@@ -285,7 +289,7 @@ def residual_spectra(layers: Data, title: str) -> bytes:
     """Return spectra of Metis-trained residuals against weights trained without Metis."""
     columns = min(2, len(layers))
     rows = -(-len(layers) // columns)
-    figure, axes = figure_axes(rows, columns, (5.6 * columns, 3.6 * rows + 0.4))
+    figure, axes = figure_axes(rows, columns, (1.5 * _PANEL * columns, 3.6 * rows + 0.4))
     colors = {"residual": SCHEME_COLORS["metis"], "whole weight": COLORS[5], "weight": "black"}
     for axis in axes.flat[len(layers) :]:
         axis.remove()
@@ -314,7 +318,7 @@ def risk_map(lines: Data, title: str) -> bytes:
         axes[0][0].set_axis_off()
         axes[0][0].text(0.5, 0.5, "no layer has a spectrum", ha="center", va="center")
         return as_png(figure, title)
-    figure, axes = figure_axes(2, len(kinds), (4.3 * len(kinds), min(height, 24)))
+    figure, axes = figure_axes(2, len(kinds), (_PANEL * len(kinds), min(height, 24)))
     for row, scheme in enumerate(("nvfp4", "metis")):
         for axis, kind in zip(axes[row], kinds):
             grid = np.full((len(blocks), len(modules)), np.nan)

@@ -85,7 +85,7 @@ def test_rows_of_experts_are_no_sequences(monkeypatch):
     assert found["by_row"] == alignment.alignment_data(x, 4, 10)["by_row"]
     figure = figures.alignment({"activation": {"shape": [50, 16], "alignment": found}}, "a")
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels == ["random rows (50 in all)"]
+    assert labels == ["rows, of 50"]
 
 
 @pytest.mark.slow
