@@ -12,8 +12,8 @@ from transformers.trainer_callback import CallbackHandler
 def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
     """Return Trainer's handler of callbacks that is calling this one; None where none does.
 
-    Trainer gives its callbacks no way to reach each other, so the handler is looked up in the
-    functions that are running.
+    It is looked up in the functions that are running: Trainer calls its reporters before a user's
+    callbacks, with `logs` that no earlier event reaches, and passes no event its handler.
     """
     frame = sys._getframe(1)
     while frame is not None:
