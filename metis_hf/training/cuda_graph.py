@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import TrainingArguments, masking_utils
@@ -270,7 +271,8 @@ def obstacles(args: TrainingArguments) -> list[str]:
         reasons.append(f"the device is {args.device.type}, and CUDA graphs need a CUDA device")
     if devices > 1:
         reasons.append(f"{devices} devices train together, and a recording is of one")
-    if args.deepspeed or args.fsdp:
+    launched = any(parse_flag_from_env(f"ACCELERATE_USE_{x}") for x in ("FSDP", "DEEPSPEED"))
+    if args.deepspeed or args.fsdp or launched:
         reasons.append("DeepSpeed and FSDP keep gradients in places of their own")
     if args.fp16:
         reasons.append("fp16 scales its loss by a number of the host's; use bf16")
