@@ -140,6 +140,7 @@ class StaticScales(LayerState):
     input: bool = True
 
     follows_frozen_weights: ClassVar[bool] = True  # until they are fixed, which resuming checks
+    can_be_recorded: ClassVar[bool] = True  # `is_known_set` is False there: the device decides
 
     def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
         return {

@@ -73,6 +73,19 @@ def test_a_recorded_layer_is_the_layer(scheme, mode) -> None:
     assert played[1].abs().max() > 0
 
 
+def test_scales_that_are_fixed_later_count_in_a_recording() -> None:
+    _, layer = layer_of("w4a4", "shared", i=64, o=48)
+    parameters, *inputs = values(layer, 0)
+    recorded = record(layer, parameters, *inputs)
+    before = recorded(*inputs, *parameters)
+    for name, value in (("input_amax", 2), ("weight_amax", 1), ("scales_frozen", 1)):
+        layer.get_buffer(name).fill_(value)
+    played = recorded(*inputs, *parameters)
+    for one, other in zip(played, step(layer, parameters, *inputs), strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(played[0], before[0])
+
+
 def test_what_python_decides_shows() -> None:
     """The comparison fails for a layer whose noise is a number of the host's."""
 

@@ -16,6 +16,7 @@ from metis_hf import (
     MetisCallback,
     MetisConfig,
     MetisTrainer,
+    freeze_scales,
     get_metis_model,
     metis_layers,
 )
@@ -223,6 +224,19 @@ def test_steps_with_and_without_a_search_of_subspaces(tmp_path) -> None:
     assert recorded[2].graphs.record.played == 20 - 2 * cuda_graph.WARM_UP
 
 
+def test_scales_that_are_fixed_on_the_way(tmp_path) -> None:
+    class Fix(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+            if state.global_step == 5:
+                freeze_scales(model)
+
+    changes = {"scheme": "w4a4", "max_steps": 8, "callbacks": [Fix()]}
+    plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Again))
+    assert_same(plain, recorded)
+    assert recorded[2].graphs.recordings == 1
+    assert recorded[2].graphs.refused is None
+
+
 def test_schemes_with_a_state_run_in_python(tmp_path) -> None:
     changes = {"scheme": "smoothquant", "max_steps": 4}
     recorded = train(tmp_path, "recorded", Again, **changes)
@@ -328,6 +342,7 @@ def test_evaluation_in_between(tmp_path) -> None:
     [
         ("nvfp4-rne", 1, {}, 1),
         ("nvidia", 2, {}, 1),
+        ("w4a4", 2, {}, 1),
         ("metis", 2, {}, 1),
         ("metis", 2, {"subspace_interval": 3, "max_steps": 9}, 2),
         ("metis", 2, {"subspace_interval": 3, "subspace_refinements": 1, "max_steps": 9}, 2),
