@@ -50,6 +50,7 @@ from metis_hf.shared.inputs import digest_of_path
 from metis_hf.shared.messages import one_line_errors
 from metis_hf.shared.quiet import no_warnings
 from metis_hf.shared.records import commit, environment, read_json, write_json
+from metis_hf.training.cuda_graph import obstacles
 from metis_hf.training.distillation import DistillTrainer
 
 METHODS = ("ptq", "qat", "qad", "lora")
@@ -245,11 +246,13 @@ def run_method(
         batches = train[: a.calibration_sequences].split(batch)
         with torch.autocast(training.device.type, torch.bfloat16, enabled=bool(training.bf16)):
             calibrate(model, list(batches), method=a.calibration_method)
-        quiet = [MetisCallback(health_interval=0)]
+        options: dict[str, Any] = {
+            "callbacks": [MetisCallback(health_interval=0)], "cuda_graphs": not obstacles(training)
+        }  # fmt: skip
         if method == "qat":
-            trained = fit(MetisTrainer, method, model, a, training, train, callbacks=quiet)
+            trained = fit(MetisTrainer, method, model, a, training, train, **options)
         elif method == "qad":
-            trained = fit(DistillTrainer, method, model, a, training, train, callbacks=quiet,
+            trained = fit(DistillTrainer, method, model, a, training, train, **options,
                           teacher=a.model, temperature=a.temperature,
                           cross_entropy_share=a.cross_entropy_share)  # fmt: skip
         if main:

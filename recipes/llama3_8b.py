@@ -41,6 +41,7 @@ from metis_hf.shared.checkpoints import last_checkpoint, newest_first
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.messages import one_line_errors
 from metis_hf.shared.yaml_file import as_arguments, read_yaml
+from metis_hf.training.cuda_graph import obstacles
 
 MODEL = {  # Llama-3 8B as published; keyword arguments of a transformers config
     "model_type": "llama",
@@ -284,6 +285,7 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
         processing_class=tokenizer,
         data_collator=causal_batch,
         callbacks=[MetisCallback(health_interval=recipe.health_interval)],
+        cuda_graphs=not obstacles(training),
     )
 
 

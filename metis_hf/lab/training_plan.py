@@ -199,7 +199,7 @@ def print_plan(
     console.print(_table("Memory of a rank", plan.memory, memory))
     said = [f"Times are {chosen.source}. Communication, data and evaluation come on top."]
     if RECORDED in step:
-        said.append("Recipes start steps by Python; MetisTrainer(cuda_graphs=True) records them.")
+        said.append("Recipes record steps as CUDA graphs by themselves, but for lora's.")
     said.append("Memory leaves out temporaries, fragmentation and the framework itself.")
     if runs * load.steps * step[PYTHON] > WEEK:
         said.append("Warning: more than a week. Lower --tokens first.")

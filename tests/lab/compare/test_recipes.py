@@ -25,6 +25,7 @@ from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.cost import meta_model
 from metis_hf.schemes import registry
 from metis_hf.shared.locks import hold_directory
+from metis_hf.training import cuda_graph
 
 RECIPE = ROOT / "recipes" / "llama3_8b.py"
 GPT2 = ("--config", str(ROOT / "recipes" / "gpt2_130m.yaml"))
@@ -280,6 +281,12 @@ class TestData:
         ):
             path = self.prepared(tmp_path / "data", **changes)
             assert message in refusal("--smoke", "--data", str(path), "--sequence-length", "16")
+
+
+@pytest.mark.parametrize("found", [["no CUDA device"], []])
+def test_steps_are_recorded_where_nothing_is_in_the_way(found, trainer, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "obstacles", lambda args: found)
+    assert trainer().cuda_graphs == (not found)
 
 
 def test_schemes_of_ones_own(trainer, tmp_path, monkeypatch):
