@@ -9,7 +9,7 @@ import pytest
 import torch
 from design import cases
 
-from metis_hf.numerics import SCALE_FP32, Quantizer, fake_quantize
+from metis_hf.numerics import SCALE_FP32, Quantizer, fake_quantize, quantize
 from numerics.cases import FORMAT_NAMES, MIXED_FORMATS, OPTIONS, assert_same_bits
 from numerics.helpers import DTYPES, normal, seeded
 
@@ -31,6 +31,7 @@ def test_zero_and_empty_tensors_stay_what_they_are(rounding) -> None:
     for options in OPTIONS:
         for x in (torch.zeros(3, 40), torch.empty(0, 16, dtype=torch.bfloat16)):
             assert_same_bits(fake_quantize(x, rounding=rounding, **options), x)
+    assert quantize(torch.zeros(2, 32)).global_scale == 1
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor flushes none")

@@ -16,7 +16,6 @@ MODULES = {
     "DTYPE_FP6_E2M3": "constants",
     "DTYPE_FP6_E3M2": "constants",
     "ScaleCalculationMode": "config",
-    "f4_unpacked_to_f32": "kernels",
     "nvfp4_quantize": "nvfp4_tensor",
     "per_tensor_amax_to_scale": "nvfp4_tensor",
     "to_blocked": "utils",
