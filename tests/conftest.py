@@ -109,50 +109,38 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
 def llama(num_hidden_layers: int = 2, **changes):
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            **changes,
-        )
-    )
+    sizes = {**SIZES, "num_hidden_layers": num_hidden_layers, **changes}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
 def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCAB,
-            n_embd=64,
-            n_layer=2,
-            n_head=4,
-            n_positions=128,
-            bos_token_id=0,
-            eos_token_id=0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
 
 
 def qwen2():
-    return transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-        )
-    )
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, num_hidden_layers=2))
+
+
+def mixtral(num_local_experts: int = 2, **changes):
+    sizes = {**SIZES, "num_hidden_layers": 1, "num_local_experts": num_local_experts, **changes}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+
+
+def t5(**changes):
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2, **changes}
+    config = transformers.T5Config(**{"vocab_size": VOCAB, "decoder_start_token_id": 0, **sizes})
+    return transformers.T5ForConditionalGeneration(config)
 
 
 ARCHITECTURES = {"llama": llama, "gpt2": gpt2, "qwen2": qwen2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 from conftest import VOCAB, llama
+from training import trainer_tools
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model
 
@@ -30,19 +31,9 @@ def metis_callbacks():
 
 
 def trainer(path, model, callbacks=None, **changes):
-    options = {
-        "max_steps": 4, "save_steps": 2, "save_strategy": "steps", "logging_steps": 1,
-        "per_device_train_batch_size": 4, "learning_rate": 1e-3, "report_to": "none",
-        "disable_tqdm": True, "use_cpu": True,
-    }  # fmt: skip
-    made = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(str(path), **options | changes),
-        train_dataset=Rows(),
-        callbacks=list(metis_callbacks() if callbacks is None else callbacks),
-    )
-    made.remove_callback(transformers.PrinterCallback)
-    return made
+    options = {"save_steps": 2, "save_strategy": "steps", "per_device_train_batch_size": 4}
+    callbacks = metis_callbacks() if callbacks is None else callbacks
+    return trainer_tools.trainer(path, model, callbacks, data=Rows(), **options | changes)
 
 
 def converted(scheme="metis", **config):

@@ -18,6 +18,7 @@ import design
 import pytest
 import torch
 import transformers
+from training.trainer_tools import losses, trainer
 
 from conversion.architectures import ARCHITECTURES, Architecture, tokens
 from metis_hf import (
@@ -184,23 +185,14 @@ def test_trainer(scheme, name, tmp_path):
     before = {key: layer.weight.detach().clone() for key, layer in metis_layers(model)}
     batch = architecture.batch()
     rows = [{key: value[index] for key, value in batch.items()} for index in (0, 1, 2, 3)] * 2
-    trainer = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
-            str(tmp_path), use_cpu=True, max_steps=2, per_device_train_batch_size=4,
-            learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none",
-            disable_tqdm=True,
-        ),
-        train_dataset=rows,
-        callbacks=[MetisCallback(health_interval=2 if scheme == "metis" else 0)],
-    )  # fmt: skip
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 2
-    assert torch.isfinite(torch.tensor(losses)).all()
+    callback = MetisCallback(health_interval=2 if scheme == "metis" else 0)
+    options = {"max_steps": 2, "per_device_train_batch_size": 4}
+    made = trainer(tmp_path, model, [callback], data=rows, **options)
+    made.train()
+    assert len(losses(made)) == 2
+    assert torch.isfinite(torch.tensor(losses(made))).all()
     if scheme == "metis":
-        assert trainer.state.log_history[0]["metis/nonfinite_tensors"] == 0
+        assert made.state.log_history[0]["metis/nonfinite_tensors"] == 0
     moved = {
         key for key, layer in metis_layers(model) if not torch.equal(layer.weight, before[key])
     }

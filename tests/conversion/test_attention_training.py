@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import llama
+from training.trainer_tools import losses, trainer
 
 from conversion.attention_tools import (
     CONFIG,
@@ -86,21 +87,12 @@ class TestTraining:
                 backward = products.scheme.dgrad_grad_output.quantizer
                 seen.append((quantizer is None, backward is None))
 
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=4, per_device_train_batch_size=2, logging_steps=1,
-            learning_rate=1e-3, report_to="none", disable_tqdm=True, use_cpu=True, bf16=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(
-            model,
-            arguments,
-            train_dataset=[{"input_ids": row, "labels": row} for row in token_ids],
-            callbacks=[PrecisionSchedule(at=0.5), Watch()],
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        assert len(losses) == 4
-        assert losses[-1] < losses[0]
+        data = [{"input_ids": row, "labels": row} for row in token_ids]
+        callbacks = [PrecisionSchedule(at=0.5), Watch()]
+        made = trainer(tmp_path, model, callbacks, data=data, bf16=True, save_strategy="steps")
+        made.train()
+        assert len(losses(made)) == 4
+        assert losses(made)[-1] < losses(made)[0]
         assert seen == [(False, False)] * 2 + [(True, False)] * 2
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
         assert loaded.config.quantization_config.high_precision == ("forward",)

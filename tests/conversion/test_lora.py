@@ -8,12 +8,13 @@ import warnings
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, VOCAB, gpt2, llama
+from conftest import ARCHITECTURES, VOCAB, gpt2, llama, mixtral
 from design import cases
 from layers.layer_tools import of_each_kind
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraModel
+from training.trainer_tools import records, trainer
 
 from conversion.lora_tools import (
     adapted,
@@ -97,18 +98,11 @@ def test_trainer_trains_the_adapter_and_nothing_else(tmp_path):
     model, _ = adapted(llama(), "metis-paper", init_lora_weights=True)
     before, start = base_state(model), copy.deepcopy(model.state_dict())
     ids = torch.randint(0, VOCAB, (4, 24), generator=torch.Generator().manual_seed(2))
-    trainer = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
-            str(tmp_path), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=4,
-            logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
-        ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-        callbacks=[MetisCallback(health_interval=4)],
-    )  # fmt: skip
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    options = {"learning_rate": 1e-2, "per_device_train_batch_size": 4}
+    made = trainer(tmp_path, model, [MetisCallback(health_interval=4)], data=data, **options)
+    made.train()
+    history = records(made)
     assert history[-1]["loss"] < history[0]["loss"]
     assert "metis/weight/sqnr_db" in history[0]
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
@@ -241,11 +235,7 @@ def test_all_linear_leaves_the_head_and_takes_unconverted_layers():
 
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.experts\.metis_\w+\.\d+"])
 def test_experts_take_adapters_too(targets, token_ids, tmp_path):
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    base = get_metis_model(transformers.MixtralForCausalLM(config), MetisConfig(scheme="nvidia"))
+    base = get_metis_model(mixtral(4, num_experts_per_tok=2), MetisConfig(scheme="nvidia"))
     model = get_peft_model(base, lora_config(target_modules=targets))
     assert sum(".experts." in name for name in lora_layers(model)) == 8
     assert (len(lora_layers(model)) == 12) == (targets == "all-linear")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from conftest import mixtral
 from torch import nn
 from versions import reads_packed
 
@@ -71,11 +72,7 @@ def test_a_single_layer_is_skipped(make, reason):
 
 
 def test_experts_of_another_type_are_skipped():
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=4, num_local_experts=2,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config)
+    model = mixtral()
     experts = model.model.layers[0].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), False)
     get_metis_model(model, MetisConfig(scheme="nvfp4"))

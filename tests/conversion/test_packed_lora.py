@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, PeftModel
+from training import trainer_tools
 
 from conversion.packed_tools import (
     LAYERS,
@@ -87,11 +87,8 @@ class TestLora:
 
 def trainer(model, folder, **options):
     data = [{"input_ids": row, "labels": row} for row in ids(8)]
-    arguments = transformers.TrainingArguments(
-        folder, max_steps=6, per_device_train_batch_size=4, learning_rate=0.02, report_to=[],
-        save_strategy="no", logging_steps=1, use_cpu=True, disable_tqdm=True, **options,
-    )  # fmt: skip
-    return transformers.Trainer(model, arguments, train_dataset=data)
+    options |= {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 0.02}
+    return trainer_tools.trainer(folder, model, data=data, **options)
 
 
 class TestTrainer:

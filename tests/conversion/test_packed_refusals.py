@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, llama
+from conftest import VOCAB, llama, mixtral
 
 from conversion.packed_tools import (
     FILE,
@@ -198,13 +198,7 @@ class TestBadInput:
         assert config["quantization_config"]["kv_cache_scheme"] is None
 
     def test_fused_experts(self, tmp_path):
-        model = transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(
-                vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-                num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
-            )
-        )  # fmt: skip
-        model.save_pretrained(tmp_path)
+        mixtral().save_pretrained(tmp_path)
 
         def change(tensors):
             name = "model.layers.0.block_sparse_moe.experts.0.w1"

@@ -5,19 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from conftest import llama
+from conftest import llama, t5
 from torch import nn
 
 from metis_hf import MetisConfig, get_metis_model, to_dense
 from metis_hf.conversion import parts
-
-
-def t5():
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2
-    )
-    with torch.device("meta"):
-        return transformers.T5ForConditionalGeneration(config)
 
 
 def llava():
@@ -69,7 +61,8 @@ def test_wrappers_of_the_whole_do_not_warn(warnings):
 
 
 def test_parts_that_were_converted_one_by_one(warnings):
-    model = t5()
+    with torch.device("meta"):
+        model = t5()
     before = {name: type(module) for name, module in model.named_modules()}
     for part in (model.encoder, model.decoder):
         get_metis_model(part, MetisConfig(scheme="nvfp4"))

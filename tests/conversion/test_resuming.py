@@ -7,13 +7,12 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import VOCAB
+from conftest import VOCAB, mixtral
 from design import some_slow
 from safetensors.torch import load_file
 
 from conversion.architectures import ARCHITECTURES
 from conversion.run_tools import (
-    Rows,
     assert_same,
     converted,
     dense,
@@ -125,15 +124,9 @@ class TestMixedSchemes:
 
     def test_converted_experts(self):
         """Fused experts are replaced by layers of another name."""
-        config = transformers.MixtralConfig(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
-        )  # fmt: skip
-        state = get_metis_model(
-            transformers.MixtralForCausalLM(config),
-            MetisConfig(scheme="nvfp4", target_modules=["down_proj"]),
-        ).state_dict()
-        plain = transformers.MixtralForCausalLM(config)
+        config = MetisConfig(scheme="nvfp4", target_modules=["down_proj"])
+        state = get_metis_model(mixtral(), config).state_dict()
+        plain = mixtral()
         guard_loading(plain)
         guard_loading(plain)
         assert len(plain._load_state_dict_pre_hooks) == 1
@@ -229,12 +222,7 @@ class TestMixedSchemes:
 
     def test_a_model_made_by_trainer(self, runs, tmp_path):
         source = runs("metis-init", lambda: converted("metis"))
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True
-        )
-        made = MetisTrainer(
-            args=arguments, train_dataset=Rows(), model_init=lambda: converted("nvfp4")
-        )
+        made = trainer(tmp_path, lambda: converted("nvfp4"), (), cls=MetisTrainer)
         with pytest.raises(ValueError, match=r"has a split weight .* stores it densely"):
             made.train(resume_from_checkpoint=source)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
+import conftest
 import torch
-import transformers
 from conftest import VOCAB, llama
 from texts import documents
 
@@ -15,21 +16,7 @@ from metis_hf.data.corpus import train_tokenizer
 from metis_hf.schemes import Role
 
 ALL_SPLIT = {"scheme": "metis", "decompose": ["weight", "activation", "gradient"]}
-
-
-def mixtral():
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            max_position_embeddings=128,
-        )
-    )
+mixtral = functools.partial(conftest.mixtral, 4, num_hidden_layers=2)
 
 
 def checkpoint(path: Path, build=llama, tokenizer: bool = False, **config) -> Path:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, llama
+from conftest import VOCAB, llama, t5
 from safetensors.torch import load_file
 from texts import documents
 from typer.testing import CliRunner
@@ -317,12 +317,7 @@ class TestRefusals:
                      out=tmp_path / "out")  # fmt: skip
 
     def test_a_model_with_a_decoder_of_its_own(self, text, tmp_path):
-        config = transformers.T5Config(
-            vocab_size=TOKENS, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4,
-            decoder_start_token_id=0,
-        )  # fmt: skip
-        model = transformers.T5ForConditionalGeneration(config)
-        model.save_pretrained(tmp_path / "t5")
+        t5(vocab_size=TOKENS).save_pretrained(tmp_path / "t5")
         tokenizer_of(tmp_path / "t5")
         self.refused("does not read token ids alone; calibrate it in a script", tmp_path / "t5",
                      *self.PACKED, "--calibrate", text, out=tmp_path / "out")  # fmt: skip

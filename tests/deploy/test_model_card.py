@@ -14,6 +14,7 @@ from conftest import llama
 from huggingface_hub import ModelCard, metadata_load, metadata_save
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, get_peft_model
+from training.trainer_tools import trainer
 
 from deploy.checkpoints import checkpoint, mixtral
 from metis_hf import (
@@ -43,17 +44,10 @@ def valid(path):
 
 def trained(tmp_path, model):
     """A trainer after two steps and an evaluation."""
-    args = transformers.TrainingArguments(
-        str(tmp_path / "my run"), max_steps=2, per_device_train_batch_size=2, use_cpu=True,
-        report_to="none", disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
-    ids = torch.randint(0, 64, (4, 12))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    trainer = MetisTrainer(model, args, train_dataset=rows, eval_dataset=rows)
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    trainer.evaluate()
-    return trainer
+    made = trainer(tmp_path / "my run", model, cls=MetisTrainer, max_steps=2)
+    made.train()
+    made.evaluate()
+    return made
 
 
 class TestTrainersCard:

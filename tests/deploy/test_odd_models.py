@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 import transformers
+from conftest import t5
 from safetensors.torch import load_file
 from texts import documents
 from transformers import CompressedTensorsConfig
@@ -128,13 +129,6 @@ def test_what_a_model_keeps_in_fp32_stays_so(tmp_path):
     loaded = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.lm_head.weight.dtype is torch.bfloat16
     assert torch.equal(loaded.get_buffer(name), bias)
-
-
-def t5():
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2
-    )
-    return transformers.T5ForConditionalGeneration(config)
 
 
 def test_what_float16_would_overflow_stays_in_fp32(tmp_path):

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import llama
+from conftest import llama, mixtral
 
-from lab.experts import mixtral
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
 from metis_hf.lab.conditioner_cost import ConditionerCost, conditioner_cost
 from metis_hf.lab.cost import inputs_of, model_overhead, overhead, tokens_of_layers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import conftest
 import torch
-import transformers
 from conftest import VOCAB, llama
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
@@ -36,18 +36,7 @@ def llama_with(scheme: str, checkpointing: bool = False, layers: int = 2, **chan
 
 def t5():
     """A converted encoder-decoder."""
-    config = transformers.T5Config(
-        vocab_size=VOCAB,
-        d_model=32,
-        d_kv=16,
-        d_ff=48,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    model = transformers.T5ForConditionalGeneration(config)
-    return get_metis_model(model, MetisConfig(scheme="metis", rank=4))
+    return get_metis_model(conftest.t5(pad_token_id=0), MetisConfig(scheme="metis", rank=4))
 
 
 def masks_of(model, call):

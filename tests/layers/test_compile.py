@@ -12,11 +12,11 @@ import warnings
 
 import pytest
 import torch
-import transformers
-from conftest import VOCAB
+from conftest import VOCAB, llama
 from design import named, thinned
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
+from training.trainer_tools import records, trainer
 
 from layers.layer_tools import layer_of
 from metis_hf import (
@@ -45,19 +45,8 @@ OTHERS = named(scheme_names(), SHORT)
 def model_for(scheme, targets=("o_proj",), **changes):
     """A block of a Llama with one converted layer: each adds thousands of operations to trace."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-        )
-    )
     config = MetisConfig(scheme=scheme, target_modules=targets, **changes)
-    return get_metis_model(model, config).train()
+    return get_metis_model(llama(1), config).train()
 
 
 def batch(rows, columns):
@@ -266,26 +255,11 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 def train(model, directory, health_interval=0, **changes):
     """(the model after a few steps of Trainer, what each of them logged)."""
     torch._dynamo.reset()
-    trainer = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
-            str(directory),
-            max_steps=STEPS,
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            learning_rate=1e-3,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-            **changes,
-        ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in batch(24, 24)],
-        callbacks=[MetisCallback(health_interval=health_interval)],
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    return model, [entry for entry in trainer.state.log_history if "loss" in entry]
+    data = [{"input_ids": row, "labels": row} for row in batch(24, 24)]
+    callback = MetisCallback(health_interval=health_interval)
+    made = trainer(directory, model, [callback], data=data, max_steps=STEPS, **changes)
+    made.train()
+    return model, records(made)
 
 
 @pytest.mark.slow

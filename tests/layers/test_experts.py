@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conversion.architectures import ARCHITECTURES, EXPERTS, build_model, causal_batch
+from conftest import mixtral
+from conversion.architectures import ARCHITECTURES, EXPERTS, causal_batch
 from design import cases
 from torch import nn
+from training.trainer_tools import records, trainer
 
 from layers.expert_tools import HIDDEN, INNER, KINDS, TOKENS, Block, kinds, routing
 from metis_hf import (
@@ -250,40 +252,13 @@ def test_health_groups_experts():
 @pytest.mark.slow
 def test_callback_with_experts_that_see_no_token(tmp_path):
     """Health, refresh and logs over a few steps; 16 experts and too few tokens for them all."""
-    model = build_model(
-        "MixtralForCausalLM",
-        {
-            "vocab_size": 64,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 2,
-        },
-    )
+    model = mixtral(16, intermediate_size=48, num_experts_per_tok=2)
     get_metis_model(model, MetisConfig(refresh_interval=2, split_weight=True))
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (4, 6))]
-    trainer = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
-            str(tmp_path),
-            use_cpu=True,
-            max_steps=4,
-            per_device_train_batch_size=1,
-            learning_rate=1e-3,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
-        train_dataset=rows,
-        callbacks=[MetisCallback(health_interval=2, health_details="kinds")],
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    callback = MetisCallback(health_interval=2, health_details="kinds")
+    made = trainer(tmp_path, model, [callback], data=rows, per_device_train_batch_size=1)
+    made.train()
+    history = records(made)
     assert len(history) == 4
     for kind in ("weight", "activation", "gradient"):
         assert f"metis/{kind}/metis_down_proj/stable_rank" in history[0]

@@ -12,7 +12,7 @@ from conftest import llama
 from layers.layer_tools import layer_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training.trainer_tools import arguments, converted, rows
+from training.trainer_tools import converted, trainer
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers
 from metis_hf.layers.make import convert_linear
@@ -182,17 +182,11 @@ def test_resume_is_exact(scheme, fields, tmp_path):
     """Cut between two searches; gradient accumulation and activation checkpointing on."""
 
     def run():
-        made = transformers.Trainer(
-            converted(scheme, **fields),
-            arguments(
-                tmp_path, max_steps=7, gradient_accumulation_steps=2, gradient_checkpointing=True,
-                save_strategy="steps", save_steps=5,
-            ),
-            train_dataset=rows(),
-            callbacks=[MetisCallback(health_interval=0)],
+        return trainer(
+            tmp_path, converted(scheme, **fields), [MetisCallback(health_interval=0)], max_steps=7,
+            gradient_accumulation_steps=2, gradient_checkpointing=True, save_strategy="steps",
+            save_steps=5,
         )  # fmt: skip
-        made.remove_callback(transformers.PrinterCallback)
-        return made
 
     whole = run()
     whole.train()
@@ -208,13 +202,8 @@ def test_measuring_a_step_changes_nothing(tmp_path):
     """Neither health, nor an evaluation in between."""
 
     def weights(interval, **changes):
-        made = transformers.Trainer(
-            converted(**KEPT),
-            arguments(tmp_path, max_steps=5, **changes),
-            train_dataset=rows(),
-            eval_dataset=rows(4),
-            callbacks=[MetisCallback(health_interval=interval)],
-        )
+        callback = MetisCallback(health_interval=interval)
+        made = trainer(tmp_path, converted(**KEPT), [callback], max_steps=5, **changes)
         made.train()
         return made.model.state_dict()
 
@@ -333,11 +322,6 @@ def test_what_is_not_split_has_no_state():
 
 
 def test_compiled_steps_are_refused(tmp_path):
-    made = transformers.Trainer(
-        converted(**KEPT),
-        arguments(tmp_path, torch_compile=True),
-        train_dataset=rows(),
-        callbacks=[MetisCallback()],
-    )
+    made = trainer(tmp_path, converted(**KEPT), [MetisCallback()], torch_compile=True)
     with pytest.raises(NotImplementedError, match=r"subspace_interval=3 .*q_proj.*Leave one"):
         made.train()

@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 from conftest import llama
-from conversion.run_tools import Rows
 from design import some_slow
 from layers.layer_tools import layer_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from training.trainer_tools import converted, trainer
 
 from metis_hf import (
     MetisCallback,
@@ -261,21 +261,12 @@ def test_resume_is_exact(scheme, tmp_path, monkeypatch):
     monkeypatch.setattr(tetrajet2, "Oscillation", functools.partial(Oscillation, **settings))
 
     def run():
-        torch.manual_seed(0)
-        made = transformers.Trainer(
-            get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme)),
-            transformers.TrainingArguments(
-                str(tmp_path), max_steps=8, per_device_train_batch_size=2,
-                gradient_accumulation_steps=2, gradient_checkpointing=True,
-                gradient_checkpointing_kwargs={"use_reentrant": False}, learning_rate=3e-3,
-                logging_steps=1, save_strategy="steps", save_steps=6, report_to="none",
-                disable_tqdm=True, use_cpu=True,
-            ),
-            train_dataset=Rows(count=32, length=24),
-            callbacks=[MetisCallback(health_interval=0)],
+        return trainer(
+            tmp_path, converted(scheme), [MetisCallback(health_interval=0)], max_steps=8,
+            gradient_accumulation_steps=2, gradient_checkpointing=True, learning_rate=3e-3,
+            gradient_checkpointing_kwargs={"use_reentrant": False}, save_strategy="steps",
+            save_steps=6,
         )  # fmt: skip
-        made.remove_callback(transformers.PrinterCallback)
-        return made
 
     whole = run()
     whole.train()

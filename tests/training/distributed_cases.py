@@ -7,7 +7,7 @@ import functools
 import torch
 import torch.distributed as dist
 import transformers
-from conftest import gpt2, llama
+from conftest import gpt2, llama, mixtral
 from peft import LoraConfig, get_peft_model
 
 from metis_hf import (
@@ -279,21 +279,6 @@ def refused(engine, out):
     return seen
 
 
-def mixtral():
-    """So many experts that a micro-batch of one short row leaves some without a token."""
-    config = transformers.MixtralConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=16,
-        max_position_embeddings=128,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
 def _train_blocks(engine, out, models, **options):
     seen = {}
     for block, model in models.items():
@@ -316,7 +301,8 @@ def architectures(engine, out):
 
 def experts(engine, out):
     """Experts of which each rank visits others."""
-    models = {"MixtralDecoderLayer": build(mixtral, **NOISELESS)}
+    # So many that a micro-batch of one short row leaves some without a token.
+    models = {"MixtralDecoderLayer": build(functools.partial(mixtral, 16), **NOISELESS)}
     return _train_blocks(engine, out, models, per_device_train_batch_size=1)
 
 

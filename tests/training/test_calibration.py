@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from conftest import VOCAB, llama
+from conftest import VOCAB, llama, mixtral
 from torch import nn
 
 from metis_hf import (
@@ -116,13 +116,7 @@ class TestCalibrate:
         assert whole != pytest.approx(cut, rel=0.1)
 
     def test_rows_of_padding_reach_no_expert(self):
-        config = transformers.MixtralConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = transformers.MixtralForCausalLM(config)
-        get_metis_model(model, MetisConfig(scheme="w4a4"))
+        model = get_metis_model(mixtral(), MetisConfig(scheme="w4a4"))
         batch = ids(1)[0] % 64
         mask = torch.ones_like(batch)
         mask[:, 20:] = 0

@@ -250,9 +250,7 @@ def test_scales_may_be_fixed_after_the_last_step(tmp_path):
 
 
 def test_sequences_of_a_step_are_those_of_all_processes(tmp_path, monkeypatch):
-    args = transformers.TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=3, use_cpu=True
-    )
+    args = arguments(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=3)
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
     found = describe_run(get_metis_model(one_block()), None, args, transformers.TrainerState())
     assert found["sequences_per_step"] == 24

@@ -46,13 +46,15 @@ def arguments(directory, **changes):
     return transformers.TrainingArguments(str(directory), **options | changes)
 
 
-def trainer(directory, model, callbacks=(), cls=transformers.Trainer, optimizer=None, **changes):
-    """A trainer of a model, or of a function that makes one."""
+def trainer(
+    directory, model, callbacks=(), cls=transformers.Trainer, optimizer=None, data=None, **changes
+):
+    """A trainer of a model, or of a function that makes one, on `rows` unless data are given."""
     is_made = isinstance(model, torch.nn.Module)
     made = cls(
         model if is_made else None,
         arguments(directory, **changes),
-        train_dataset=rows(),
+        train_dataset=rows() if data is None else data,
         eval_dataset=rows(4),
         callbacks=list(callbacks),
         model_init=None if is_made else model,

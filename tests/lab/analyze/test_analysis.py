@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, gpt2, llama
+from conftest import VOCAB, gpt2, llama, mixtral
 from typer.testing import CliRunner
 
 from lab.analyze.analyzed import save_llama
-from lab.experts import mixtral
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import app
 from metis_hf.lab.analyze import analyze, capture

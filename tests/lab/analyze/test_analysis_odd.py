@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, llama
+from conftest import VOCAB, llama, mixtral
 
 from lab.analyze.analyzed import TEXT
-from lab.experts import mixtral
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.lab.analyze import alignment, analyze
@@ -96,7 +95,7 @@ class TestConvertedExperts:
         place = tmp_path_factory.mktemp("mixtral")
         torch.manual_seed(0)
         (place / "text.txt").write_text(TEXT)
-        model = mixtral(2, 300, num_experts_per_tok=1)
+        model = mixtral(2, vocab_size=300, num_experts_per_tok=1)
         get_metis_model(model, MetisConfig(scheme="nvfp4-rne")).save_pretrained(place)
         train_tokenizer([Document("a", TEXT)], vocab_size=300).save_pretrained(place)
         sizes = {"sequences": 4, "length": 16, "rank": 4}

@@ -18,6 +18,7 @@ import transformers
 from paths import ROOT
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from training.trainer_tools import arguments
 
 from metis_hf.deploy.packed import load_packed
 from metis_hf.lab.finetune_table import (
@@ -203,10 +204,7 @@ def test_a_run_that_was_stopped_goes_on(recipe, finetune, tmp_path, monkeypatch)
 def test_training_in_bf16_is_measured_in_fp32(recipe, source, tmp_path):
     """Each step has a whole batch, beyond the first epoch too."""
     a = recipe.Arguments(model=source[0], global_batch=4)
-    training = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, bf16=True,
-        use_cpu=True, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
+    training = arguments(tmp_path, max_steps=3, per_device_train_batch_size=4, bf16=True)
     model, sizes = recipe.load(a, training), []
     rows = torch.zeros(10, 8, dtype=torch.int64)
 

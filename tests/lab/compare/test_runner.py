@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from training import trainer_tools
 
 from lab.compare.comparing import CONFIG
 from metis_hf.lab.compare import meters, worker
@@ -28,10 +29,7 @@ def dataset(ids):
 
 
 def arguments(folder, steps):
-    return transformers.TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, use_cpu=True,
-    )  # fmt: skip
+    return trainer_tools.arguments(folder, max_steps=steps, gradient_accumulation_steps=2)
 
 
 def test_every_step_of_several_epochs_has_a_whole_batch(tmp_path):

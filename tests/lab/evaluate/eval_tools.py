@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-import transformers
+from conftest import llama
 from paths import TESTS
 from texts import documents
 from typer.testing import CliRunner
@@ -28,18 +28,10 @@ def make_tokenizer():
 def make_model(scheme: str | None = None, seed: int = 0, **options):
     """A Llama far from uniform, so that scores differ; converted if a scheme is given."""
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = llama(
+        1, vocab_size=VOCAB, num_attention_heads=2, max_position_embeddings=CONTEXT,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=0,
+    ).eval()  # fmt: skip
     return (
         model if scheme is None else get_metis_model(model, MetisConfig(scheme=scheme, **options))
     )

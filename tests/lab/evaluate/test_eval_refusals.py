@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
+from conftest import t5
 from texts import documents
 
 from lab.evaluate.eval_tools import DATA, run, save
@@ -48,10 +49,7 @@ def test_refused_before_the_first_evaluation(runs, tokenizer, tmp_path, monkeypa
         return str(done.exception)
 
     good = runs / "bf16"
-    t5 = transformers.T5Config(
-        vocab_size=512, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8
-    )
-    transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
+    t5(vocab_size=512).save_pretrained(tmp_path / "t5")
     tokenizer.save_pretrained(tmp_path / "t5")
     assert "t5 model, not a causal language model" in refused(good, tmp_path / "t5")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
+from conftest import llama
 
 from lab.fidelity.measuring import settings
 from lab.show.undrawn import undrawn
@@ -20,17 +20,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fidelity")
     tokenizer = train_tokenizer([Document("a", TEXT)], 300)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=300,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-        )
-    )
+    model = llama(1, vocab_size=300, max_position_embeddings=64)
     for parameter in model.parameters():  # predictions that differ from token to token
         parameter.data.mul_(2.0)
     model.save_pretrained(folder / "model")

@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import llama
+from conftest import llama, mixtral
 
-from lab.experts import mixtral
 from lab.fidelity.measuring import gradients as plain_gradients
 from lab.fidelity.measuring import load, settings, token_ids
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names

@@ -11,11 +11,11 @@ import re
 import conftest
 import pytest
 import torch
+from conftest import mixtral
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lab.experts import mixtral
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import main
 from metis_hf.lab.cost import Overhead, model_overhead, overhead, tokens_of_layers

@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, llama
+from conftest import llama
+from training.trainer_tools import trainer
 
 from metis_hf import MetisCallback, MetisConfig, PrecisionSchedule, get_metis_model
 from metis_hf.numerics.kernels import use_kernels
@@ -19,32 +20,13 @@ def _train(folder, scheme="metis", broken=False, resume=None, schedule=True, sto
     model = get_metis_model(llama(), MetisConfig(scheme=scheme, **split))
     if broken:
         model.model.layers[1].mlp.up_proj.weight_residual.data[0, 0] = float("inf")
-    ids = torch.randint(0, VOCAB, (32, 24), generator=torch.Generator().manual_seed(5))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    options = {
-        "max_steps": 12,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "eval_strategy": "steps",
-        "eval_steps": 6,
-        "save_steps": 6,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    } | changes
+    options = {"max_steps": 12, "eval_strategy": "steps", "eval_steps": 6, "save_steps": 6}
+    options |= {"save_strategy": "steps", **changes}
     callbacks = [MetisCallback(health_interval=3)]
     callbacks += [PrecisionSchedule(at=10)] if schedule else []
-    trainer = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(str(folder), **options),
-        train_dataset=rows,
-        eval_dataset=rows[:4],
-        callbacks=callbacks + ([_Killed(stop)] if stop else []),
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    made = trainer(folder, model, callbacks + ([_Killed(stop)] if stop else []), **options)
+    made.train(resume_from_checkpoint=resume)
+    return made
 
 
 class _Killed(transformers.TrainerCallback):
