@@ -18,23 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import reference_formats as formats
 
-# --- grids ---------------------------------------------------------------------------------------
-
-
-def float_grid(exponent_bits: int, mantissa_bits: int, bias: int, largest: float) -> np.ndarray:
-    """Values >= 0 of a small float: subnormals, then binades, up to the largest finite value."""
-    fractions = np.arange(2**mantissa_bits) / 2**mantissa_bits
-    binades = [fractions * 2.0 ** (1 - bias)]
-    binades += [(1 + fractions) * 2.0 ** (e - bias) for e in range(1, 2**exponent_bits)]
-    values = np.concatenate(binades)
-    return values[values <= largest]
-
-
-E4M3_GRID = float_grid(4, 3, 7, 448.0)
-E5M2_GRID = float_grid(5, 2, 15, 57344.0)
-E2M1_GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-INT4_GRID = np.arange(8.0)
+# --- formats -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -51,18 +37,11 @@ class Format:
 
 
 FORMATS = {
-    "nvfp4": Format(E2M1_GRID, "e4m3", 16),
-    "mxfp4": Format(E2M1_GRID, "e8m0", 32),
-    "mxfp6-e2m3": Format(float_grid(2, 3, 1, 7.5), "e8m0", 32),
-    "mxfp6-e3m2": Format(float_grid(3, 2, 3, 28.0), "e8m0", 32),
-    "mxfp8-e4m3": Format(E4M3_GRID, "e8m0", 32),
-    "mxfp8-e5m2": Format(E5M2_GRID, "e8m0", 32),
-    "fp8-e4m3": Format(E4M3_GRID, "fp32", None),
-    "fp8-e5m2": Format(E5M2_GRID, "fp32", None),
-    "int4": Format(INT4_GRID, "fp32", 32),
-    "nvint4": Format(INT4_GRID, "e4m3", 16),
-    "ufp4": Format(INT4_GRID, "fp32", 16),
+    name: Format(np.array(fmt.element.grid), fmt.scale, fmt.block)
+    for name, fmt in formats.FORMATS.items()
+    if fmt.other is None
 }
+E4M3_GRID = np.array(formats.E4M3_GRID)
 
 
 def e4m3(values: np.ndarray, rounding: str) -> np.ndarray:
@@ -79,16 +58,12 @@ def block_scales(
     *,
     rounding: str | None = None,
     tensor_amax: float | None = None,
-    onto: float | None = None,
-    largest_scale: float = 448.0,
 ) -> np.ndarray:
     """Decode scales s(m) of blocks whose largest magnitude is m.
 
     Args:
         rounding: "nearest" or "up" for E4M3 scales, "floor" or "up" for E8M0 ones.
         tensor_amax: of the whole tensor; None for one level.
-        onto: the code that m is to land on, by default the largest.
-        largest_scale: the E4M3 scale of the tensor's largest block (256 for Four Over Six).
     """
     if fmt.scale == "fp32":
         return m / fmt.largest
@@ -96,8 +71,8 @@ def block_scales(
         # floor(log2) by frexp: exact at powers of two.
         scale = np.exp2(np.frexp(m)[1] - np.frexp(fmt.largest)[1])
         return np.where((m > scale * fmt.largest) & (rounding == "up"), 2 * scale, scale)
-    encode = 1.0 if tensor_amax is None else fmt.largest * largest_scale / tensor_amax
-    return e4m3(m * encode / (onto or fmt.largest), rounding or "nearest") / encode
+    encode = 1.0 if tensor_amax is None else fmt.largest * 448 / tensor_amax
+    return e4m3(m * encode / fmt.largest, rounding or "nearest") / encode
 
 
 # --- densities -----------------------------------------------------------------------------------
@@ -338,54 +313,3 @@ def expected(
         clip_loss=total(clipped_away(f.grid)),
         clipped=over_block(block, top, (top.m > end) * 1.0, shares),
     )
-
-
-_CELLS_OF_AN_ELEMENT = 300
-
-
-def four_over_six_error(
-    block: Sequence[Elements], *, amax: float, rounding: str = "nearest"
-) -> float:
-    """Expected squared error of a block of NVFP4 whose maximum goes to 6 or to 4, two levels.
-
-    Which one depends on the sign of D, the difference of the two errors with nearest rounding. D
-    is a sum over the elements, taken as normal; with X the difference of the errors that count
-    (D itself, or that of stochastic rounding), jointly normal with D,
-        E[X; D < 0] = E[X] P(D < 0) - cov(X, D) / std(D) * phi(E[D] / std(D)).
-    """
-    f = FORMATS["nvfp4"]
-    top = maxima(block, amax)
-    scales = [
-        block_scales(top.m, f, tensor_amax=amax, onto=onto, largest_scale=256.0)
-        for onto in (6.0, 4.0)
-    ]
-    decides, counts = squared_error(f.grid, "nearest"), squared_error(f.grid, rounding)
-
-    def errors(a: np.ndarray, scale: list[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """(error on 6, X, D) of magnitudes a."""
-        six, four = (at(counts, a, s) for s in scale)
-        return six, four - six, at(decides, a, scale[1]) - at(decides, a, scale[0])
-
-    six, x, d = errors(top.m, scales)
-    wide = [scale[:, None] for scale in scales]
-    cells = np.linspace(0, 1, _CELLS_OF_AN_ELEMENT + 1)
-    others = []
-    for group in block:
-        weights = np.diff(group.moments(top.m[:, None] * cells)[0], axis=-1)
-        weights /= weights.sum(axis=-1, keepdims=True)
-        e = errors(top.m[:, None] * (cells[1:] + cells[:-1]) / 2, wide)
-        six_i, x_i, d_i = (np.sum(weights * v, axis=-1) for v in e)
-        cov = np.sum(weights * (e[1] - x_i[:, None]) * (e[2] - d_i[:, None]), axis=-1)
-        var = np.sum(weights * (e[2] - d_i[:, None]) ** 2, axis=-1)
-        others.append(np.stack([six_i, x_i, d_i, cov, var]))
-    error = 0.0
-    for index, weights in enumerate(top.weights):  # which group the maximum belongs to
-        numbers = [g.count - (index == i) for i, g in enumerate(block)]
-        sums = sum(n * o for n, o in zip(numbers, others))
-        mean_six, mean_x, mean_d = six + sums[0], x + sums[1], d + sums[2]
-        std = np.sqrt(sums[4])
-        z = mean_d / std
-        density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-        four = mean_x * (1 + _erf(-z / math.sqrt(2))) / 2 - sums[3] / std * density
-        error += float(weights @ (mean_six + four))
-    return error

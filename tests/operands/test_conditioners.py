@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from design import cases, some_slow
+from layers.layer_tools import Exact
 
 from metis_hf.noise import Key
 from metis_hf.numerics import MXFP4, Quantizer
@@ -47,14 +48,6 @@ KINDS = ["hadamard", "kronecker"]
 KEY = Key(3)
 UNIT32, UNIT64 = 2.0**-24, 2.0**-53
 FACTORS = 4  # of a rotation, at most: one chain of sums each, and the signs
-
-
-class Exact:
-    """A quantizer that changes nothing."""
-
-    def __call__(self, x, *, dim=-1, key=None, dtype=None, minus=None, plus=None):
-        after = x if minus is None else x - minus
-        return after if plus is None else after + plus
 
 
 def matrix(shape, scale=1.0):

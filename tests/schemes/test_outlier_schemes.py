@@ -176,25 +176,6 @@ class TestHotChannels:
         found = HotChannels()(x, Quantizer(tile=tile), dim=dim, key=key())
         np.testing.assert_array_equal(found.numpy(), expected)
 
-    def test_layer(self):
-        """Input and weight of fprop are patched; dgrad has the weight of fprop; wgrad nvidia's."""
-        torch.manual_seed(0)
-        _, layer = layer_of("hot-channel", i=128, o=48, bias=False)
-        torch.manual_seed(0)
-        _, nvidia = layer_of("nvidia", i=128, o=48, bias=False)
-        x, dy = heavy(40, 128).requires_grad_(), matrix(40, 48, 1)
-        patch, w = HotChannels(), layer.weight.detach()
-        x_hat = patch(x.detach(), NEAREST, dim=-1, key=key())
-        w_hat = patch(w, Quantizer(tile="square"), dim=-1, key=key())
-        y = layer(x)
-        torch.testing.assert_close(y, x_hat @ w_hat.T)
-        other = x.detach().clone().requires_grad_()
-        assert relative(y, x @ w.T) < relative(nvidia(other), x @ w.T)
-        y.backward(dy)
-        nvidia(other).backward(dy)
-        assert torch.equal(layer.weight.grad, nvidia.weight.grad)
-        assert layer.scheme.reuses(Role.DGRAD_WEIGHT)
-
 
 class TestGradientEstimator:
     CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
