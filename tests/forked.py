@@ -6,6 +6,8 @@ They are forked from a server that has imported what takes seconds: one for each
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,3 +32,11 @@ def exit_code(function: Callable[..., None], *args: Any, timeout: float = 300) -
         process.join()
         raise TimeoutError(f"{function.__name__} took more than {timeout:.0f} s")
     return process.exitcode
+
+
+def python(*arguments: Any, **options: Any) -> str:
+    """Return what Python prints that is started with these arguments, and fails if it fails."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

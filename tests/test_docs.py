@@ -11,12 +11,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forked import python
 from paths import ROOT
 
 from metis_hf import MetisConfig, scheme_names
@@ -60,11 +60,7 @@ def test_examples_run(page, tmp_path):
     for text, name in files:
         (tmp_path / name).write_text(text)
     # What these examples register is not left to other tests.
-    done = subprocess.run(
-        [sys.executable, "-m", "doctest", str(page)], cwd=tmp_path, capture_output=True, text=True,
-        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "doctest", page, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.parametrize("name", DOCTESTED)
@@ -155,13 +151,8 @@ def test_options_of_recipes_exist():
     if importlib.util.find_spec("trl") is None:
         used = {(script, word) for script, word in used if script != "recipes/sft_nvfp4.py"}
     scripts = {script for script, _ in used}
-    helps = {
-        script: subprocess.run(
-            [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, check=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        ).stdout
-        for script in scripts
-    }  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    helps = {script: python(ROOT / script, "--help", env=env) for script in scripts}
     absent = {
         (script, word)
         for script, word in used

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from conftest import llama
+from forked import python
 
 import metis_hf
 
@@ -103,8 +103,7 @@ def test_import_is_light():
         "import metis_hf.layers.gemm\n"
         "print([name for name in sys.modules if 'metis_hf' in name and 'triton' in name])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["[]", "[]"]
+    assert python("-c", code).split() == ["[]", "[]"]
 
 
 def test_completion_offers_names_that_are_imported_when_first_used(monkeypatch):
@@ -117,16 +116,7 @@ def test_completion_offers_names_that_are_imported_when_first_used(monkeypatch):
 @pytest.mark.slow
 def test_from_pretrained_registers_without_a_model_imported(tmp_path):
     """transformers' quantizers are not imported with metis_hf, and know it once they are."""
-    import transformers
-
-    from metis_hf import MetisConfig, get_metis_model
-
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    get_metis_model(model, MetisConfig()).save_pretrained(tmp_path)
+    metis_hf.get_metis_model(llama(1), metis_hf.MetisConfig()).save_pretrained(tmp_path)
     code = (
         "import sys, torch, transformers, metis_hf\n"
         "heavy = ['transformers.quantizers.auto', 'transformers.modeling_utils', 'peft']\n"
@@ -141,9 +131,7 @@ def test_from_pretrained_registers_without_a_model_imported(tmp_path):
         "spec = importlib.util.find_spec('transformers.quantizers.auto')\n"
         "assert spec.loader is auto.__loader__ and 'metis_hf' not in type(spec.loader).__module__\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.strip() == "7 True"
+    assert python("-c", code).strip() == "7 True"
 
 
 LORA = """
@@ -168,9 +156,7 @@ assert 'metis_hf' not in type(peft.__spec__.loader).__module__
 def test_peft_takes_converted_layers_without_another_import(first):
     """In whichever order the two are imported."""
     looked = "import importlib.util; assert importlib.util.find_spec('peft') is not None\n"
-    code = f"{first}\n{looked}{LORA}"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert out.returncode == 0, out.stderr
+    python("-c", f"{first}\n{looked}{LORA}")
 
 
 @pytest.mark.slow
@@ -185,8 +171,7 @@ def test_a_peft_that_we_do_not_know_stays_usable():
         "assert any('could not register with peft' in str(w.message) for w in caught)\n"
         "print(peft.LoraConfig(r=2).r)\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert out.stdout.strip() == "2", out.stderr
+    assert python("-c", code).strip() == "2"
 
 
 def test_a_word_names_one_class():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
+from forked import python
 from paths import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -46,12 +45,7 @@ def test_the_first_screen_has_four_commands():
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_python_blocks_run(block, tmp_path):
-    code = GIVEN + block + THEN
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "layers converted" in done.stdout
+    assert "layers converted" in python("-c", GIVEN + block + THEN, cwd=tmp_path)
 
 
 def test_the_demo_table_is_the_committed_result():

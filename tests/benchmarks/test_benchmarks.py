@@ -23,6 +23,7 @@ import step
 import timing
 import torch
 from design import thinned
+from forked import python
 from paths import ROOT
 
 from metis_hf import MetisConfig
@@ -57,11 +58,8 @@ PLOTS = ("quantizers", "layer", "step", "scaling", "roofline")
 
 
 def run(script: str, out: Path) -> str:
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--quick", "--out", str(out)]
     environment = os.environ | {"METIS_KERNELS": "reference", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    return python(BENCHMARKS / f"{script}.py", "--quick", "--out", out, env=environment)
 
 
 def check(record: dict, script: str) -> None:

@@ -12,6 +12,7 @@ import engine
 import pytest
 import report
 import torch
+from forked import python
 from paths import ROOT
 
 BENCHMARKS = Path(engine.__file__).parent
@@ -103,10 +104,8 @@ def test_what_runs_in_the_other_environment_imports_nothing_of_this_one(tmp_path
     """Without arguments it waits for its request: an empty one is an error of the request."""
     script = BENCHMARKS / "in_engine.py"
     program = f"import runpy; runpy.run_path({str(script)!r}); import sys; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True
-    )
-    assert not {"metis_hf", "torch", "vllm"} & set(done.stdout.split())
+    imported = python("-I", "-S", "-c", program).split()
+    assert not {"metis_hf", "torch", "vllm"} & set(imported)
 
 
 def test_make_engine_runs_the_script_in_the_project_s_environment(tmp_path):

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import gpu
 import pytest
 import report
 import torch
+from conftest import llama
+from forked import python
 from on_gpu import record as records
 from on_gpu.record import Clock, CutOff, Entry, Item, OutOfTime, Record, Skipped
 from paths import ROOT
 
-from benchmarks.gpu_records import FACTS, measure
-
-
-class Stopped(Clock):
-    """A clock that runs out after so many looks at it."""
-
-    def __init__(self, looks: int) -> None:
-        super().__init__(1)
-        self.looks = looks
-
-    def left(self) -> float:
-        self.looks -= 1
-        return 1.0 if self.looks >= 0 else 0.0
+from benchmarks.gpu_records import FACTS, EndsAfter, measure
 
 
 def two_items(calls: list[str]):
@@ -40,7 +28,7 @@ def two_items(calls: list[str]):
 
 def test_a_part_goes_on_where_the_minutes_ended():
     entry, calls = Entry(), []
-    measure(two_items(calls), entry, Stopped(1))
+    measure(two_items(calls), entry, EndsAfter(1))
     assert (entry.state, entry.reason) == (records.UNFINISHED, "no time was left for second")
     measure(two_items(calls), entry)
     assert (entry.state, entry.reason, calls) == (records.DONE, "", ["first", "second"])
@@ -52,7 +40,7 @@ def test_what_a_part_has_no_more_is_dropped_when_it_has_run_to_its_end():
     entry, calls = Entry(), []
     entry.items, entry.seconds = {"old": {"value": 1}}, {"old": 1.0}
     entry.errors, entry.commits = {"tests/old.py": "1 failed"}, {"old": "abc"}
-    measure(two_items(calls), entry, Stopped(1))
+    measure(two_items(calls), entry, EndsAfter(1))
     assert "old" in entry.items
     measure(two_items(calls), entry)
     assert (entry.state, entry.errors) == (records.DONE, {})
@@ -204,18 +192,13 @@ def test_targets_for_a_gpu_are_read_from_its_record(tmp_path, monkeypatch):
 def inputs(tmp_path):
     """A tiny model with its tokenizer, a text, and chunked tokens: options of the command."""
     import numpy as np
-    import transformers
 
     from metis_hf.data.chunked import META, write_shards
     from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 
     documents = stdlib_documents()[:20]
     tokenizer = train_tokenizer(documents, 512, max_chars=100_000)
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    llama(1, vocab_size=512, max_position_embeddings=64).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(documents[0].text[:20_000])
     data, tokens = tmp_path / "data", np.arange(64 * 32, dtype=np.int32) % 512
@@ -232,11 +215,9 @@ def test_every_part_runs_on_the_cpu(inputs, tmp_path, monkeypatch):
     """As on a machine with a GPU, only smaller; the second call has nothing left to do."""
     monkeypatch.setenv("METIS_KERNELS", "reference")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--quick"]
-    command += ["--out", str(tmp_path), "--work", str(tmp_path / "work"), *inputs]
-    command += ["--schemes", "bf16,metis"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--quick", "--out", tmp_path]
+    command += ["--work", tmp_path / "work", *inputs, "--schemes", "bf16,metis"]
+    python(*command)
     found = json.loads((tmp_path / "gpu-cpu.json").read_text())
     states = {name: entry["state"] for name, entry in found["parts"].items()}
     measured = ["kernels", "layer", "step", "fidelity", "compare", "scale"]
@@ -255,5 +236,5 @@ def test_every_part_runs_on_the_cpu(inputs, tmp_path, monkeypatch):
         # Six small steps: about what a guess among all tokens of the model has.
         assert compared[scheme]["loss"] == pytest.approx(math.log(50257), abs=0.5)
     assert "| metis |" in (tmp_path / "gpu-cpu.md").read_text()
-    again = subprocess.run([*command, "--parts", "kernels,compare"], capture_output=True, text=True)
-    assert again.stdout.splitlines()[:2] == ["kernels: done", "compare: done"]
+    again = python(*command, "--parts", "kernels,compare").splitlines()
+    assert again[:2] == ["kernels: done", "compare: done"]

@@ -11,22 +11,12 @@ from on_gpu import compare
 from on_gpu.context import Context
 from on_gpu.record import Clock, CutOff, Entry, OutOfTime
 
+from benchmarks.gpu_records import EndsAfter
+
 LENGTH, ROWS = 16, 24
 MODEL = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2,
          "n_positions": LENGTH, "bos_token_id": 0, "eos_token_id": 0, "embd_pdrop": 0.0,
          "attn_pdrop": 0.0, "resid_pdrop": 0.0}  # fmt: skip
-
-
-class EndsAfter(Clock):
-    """A clock that has run out when it has been looked at so often."""
-
-    def __init__(self, looks: int) -> None:
-        super().__init__(None)
-        self.looks = looks
-
-    def left(self) -> float:
-        self.looks -= 1
-        return float("inf") if self.looks > 0 else 0.0
 
 
 def comparison(work: Path, clock: Clock, **changes) -> compare.Comparison:
@@ -118,7 +108,7 @@ def test_a_training_that_the_minutes_ended_goes_on_as_if_nothing_had_been(tmp_pa
     planned = {"steps": 5, "device_batch": 2}
     whole = compare.run_scheme(comparison(tmp_path / "a", Clock(None)), "metis", planned)
     with pytest.raises(OutOfTime, match="2 of 5 steps are done"):
-        compare.run_scheme(comparison(tmp_path / "b", EndsAfter(2)), "metis", planned)
+        compare.run_scheme(comparison(tmp_path / "b", EndsAfter(1)), "metis", planned)
     again = compare.run_scheme(comparison(tmp_path / "b", Clock(None)), "metis", planned)
     assert (whole["resumed"], again["resumed"]) == (False, True)
     assert again["curve"] == whole["curve"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import gpu
@@ -12,12 +10,13 @@ import numpy as np
 import pytest
 import scale_table
 import torch
+from forked import python
 from on_gpu import scale
 from on_gpu.context import Context
 from on_gpu.record import Clock, Entry
 from paths import ROOT
 
-from benchmarks.gpu_records import measure
+from benchmarks.gpu_records import EndsAfter, measure
 from metis_hf.data.shards import Streams
 from metis_hf.lab.store import numerics_digest
 
@@ -145,8 +144,7 @@ def test_a_page_shows_the_table_and_the_curves(tmp_path):
     record = tmp_path / "one.json"
     units = {"a": row(), "b": row("metis", loss=4.04)}
     record.write_text(json.dumps({"parts": {"scale": {"items": units}}}))
-    command = [sys.executable, ROOT / "benchmarks" / "scale_table.py", record, "--out", tmp_path]
-    subprocess.run(command, check=True, capture_output=True)
+    python(ROOT / "benchmarks" / "scale_table.py", record, "--out", tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "| metis | 4.0400 | +1.00 |" in page
     assert "old" not in page
@@ -217,9 +215,8 @@ def test_every_unit_trains_without_the_packages_that_may_be_missing(tmp_path, mo
     """The second call, of the same command, has nothing left to do."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script = QUICK.format(missing=MISSING, folder=str(ROOT / "benchmarks"))
-    command = [sys.executable, "-c", script, "--out", tmp_path, "--work", tmp_path / "work"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["-c", script, "--out", tmp_path, "--work", tmp_path / "work"]
+    python(*command)
     entry = json.loads((tmp_path / "gpu-cpu.json").read_text())["parts"]["scale"]
     assert list(entry["items"]) == [unit.key for unit in scale.units(quick=True)]
     for found in entry["items"].values():
@@ -229,27 +226,19 @@ def test_every_unit_trains_without_the_packages_that_may_be_missing(tmp_path, mo
     page = (tmp_path / "gpu-cpu.md").read_text()
     assert "| metis subspaces of 8 steps |" in page
     assert "### 130m" in page
-    again = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert again.stdout.splitlines()[0] == "scale: done"
+    assert python(*command).splitlines()[0] == "scale: done"
 
 
 @pytest.mark.slow
 def test_a_unit_that_the_minutes_end_keeps_the_others_and_goes_on(tmp_path):
     """From its checkpoint, to the same loss."""
 
-    class EndsAfter(Clock):
-        looks = 100
-
-        def left(self) -> float:
-            self.looks -= 1
-            return float("inf") if self.looks > 0 else 0.0
-
-    entry, clock = Entry(), EndsAfter(None)
+    entry, clock = Entry(), EndsAfter(100)
     made = context(tmp_path / "work", entry, clock)
     unit = scale.units(quick=True)[1]
     whole = scale.measure(unit, context(tmp_path / "whole", Entry()), text())
     entry.items["30m, bf16, seed 0"] = kept = row(device_batch=4)
-    clock.looks = 4
+    clock.looks = 3
     measure(lambda _: scale.scale(made), entry, clock)
     assert not entry.errors
     assert (

@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
+from forked import python
 
 from metis_hf.cli import main as program
 from metis_hf.shared.devices import device_of
@@ -36,11 +37,7 @@ print(json.dumps([ended, [name for name in {HEAVY} if name in sys.modules]]))
 
 def start(*commands):
     """Run commands in one process that imports nothing heavy; return (exit code, text) of each."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        input=json.dumps(commands), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    ended, imported = json.loads(done.stdout)
+    ended, imported = json.loads(python("-c", CODE, input=json.dumps(commands)))
     assert imported == []
     return ended
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from design import some_slow
+from forked import python
 from torch import nn
 
 from layers import dropout_run
@@ -52,9 +50,7 @@ def control_run():
 @pytest.mark.slow
 def test_control_run_without_the_package():
     """A control with dropout is the same in a process that never imports metis_hf."""
-    command = [sys.executable, str(Path(dropout_run.__file__))]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert out.stdout.strip() == control_run()[0]
+    assert python(dropout_run.__file__, timeout=300).strip() == control_run()[0]
 
 
 def test_converted_control():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from forked import python
 from paths import ROOT
 
 from metis_hf import MetisConfig, get_metis_model, scheme_names
@@ -233,7 +233,7 @@ register_format(BlockFormat("own", CodebookFormat("own", (-1.0, 0.0, 1.0)), SCAL
 from metis_hf.schemes import source_digests
 assert source_digests([], "own").keys() == {"format own"}
 """
-        subprocess.run([sys.executable, "-c", code], check=True)
+        python("-c", code)
 
 
 class TestMistakes:

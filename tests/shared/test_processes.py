@@ -8,6 +8,7 @@ import sys
 import time
 
 import psutil
+from forked import python
 
 PARENT = """
 import subprocess, sys
@@ -46,10 +47,7 @@ def test_children_end_with_their_parent_however_it_ends():
 def test_other_standard_inputs_are_not_watched():
     code = "from metis_hf.shared.processes import end_with_parent as end; end(); print('went on')"
     with open(__file__) as stdin:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdin=stdin, capture_output=True, text=True, check=True
-        )
-    assert done.stdout == "went on\n"
+        assert python("-c", code, stdin=stdin) == "went on\n"
 
 
 def test_a_second_sigterm_leaves_the_cleaning_up_alone():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
 
 import pytest
 import torch
+from forked import python
 from paths import ROOT
 
 from lab.evaluate.eval_tools import DATA, results, run, save
@@ -102,15 +101,8 @@ def test_wrapper_is_lm_evals_own_command_line(checkpoint, tmp_path):
     arguments = ["--model", "metis", "--model_args", f"pretrained={checkpoint},precision=dense"]
     arguments += ["--tasks", "own_text", "--include_path", str(tmp_path), "--device", "cpu"]
     arguments += ["--output_path", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-m", "metis_hf.lab.evaluate", *arguments],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "own_text" in done.stdout
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    printed = python("-m", "metis_hf.lab.evaluate", *arguments, env=environment, cwd=tmp_path)
+    assert "own_text" in printed
     (file,) = (tmp_path / "out").rglob("results_*.json")
     assert json.loads(file.read_text())["results"]["own_text"]["bits_per_byte,none"] > 0
