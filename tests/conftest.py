@@ -120,11 +120,11 @@ def llama(num_hidden_layers: int = 2, **changes):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
-def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+def gpt2(**changes):
+    sizes = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **dropout,
+                                        **changes})  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -143,12 +143,37 @@ def t5(**changes):
     return transformers.T5ForConditionalGeneration(config)
 
 
+def falcon(**changes):
+    sizes = {**SIZES, "num_hidden_layers": 2, "tie_word_embeddings": False, **changes}
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
+
+
+def bert(kind: str = "Model", **changes):
+    config = transformers.BertConfig(**{**SIZES, "num_hidden_layers": 1, **changes})
+    return getattr(transformers, f"Bert{kind}")(config)
+
+
+def bart(kind: str = "ForConditionalGeneration", **changes):
+    sizes = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
+    sizes = {f"{side}_{name}": n for name, n in sizes.items() for side in ("encoder", "decoder")}
+    config = transformers.BartConfig(**{"vocab_size": VOCAB, "d_model": 32, **sizes, **changes})
+    return getattr(transformers, f"Bart{kind}")(config)
+
+
 ARCHITECTURES = {"llama": llama, "gpt2": gpt2, "qwen2": qwen2}
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """What other tests have compiled counts for nothing."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

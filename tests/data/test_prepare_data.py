@@ -20,8 +20,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import zstandard
+from conftest import llama
 from paths import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from metis_hf.data.chunked import load_chunked
 from metis_hf.data.corpus import Document, stdlib_documents, train_tokenizer
@@ -108,12 +109,8 @@ def reference(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("reference")
     train_tokenizer([Document("", text) for text in ENGLISH], VOCAB).save_pretrained(path)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        initializer_range=0.3,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
+    model = llama(1, vocab_size=VOCAB, max_position_embeddings=64, initializer_range=0.3)
+    model.save_pretrained(path)
     return str(path)
 
 

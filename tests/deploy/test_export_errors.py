@@ -15,7 +15,7 @@ import filelock
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, VOCAB, llama
+from conftest import ARCHITECTURES, bert, llama
 from forked import exit_code
 from safetensors.torch import load_file, save_file
 
@@ -66,12 +66,7 @@ class TestErrors:
         self.refused(source, tmp_path / "out", r"transformer.h.0.attn.c_attn: a Conv1D.*dense")
 
     def test_ragged_columns(self, tmp_path):
-        def build():
-            config = llama().config
-            config.intermediate_size = 100
-            return transformers.LlamaForCausalLM(config)
-
-        source = checkpoint(tmp_path / "metis", build)
+        source = checkpoint(tmp_path / "metis", partial(llama, intermediate_size=100))
         match = r"layers.0.mlp.down_proj: in_features=100 is no multiple of the block of 16"
         self.refused(source, tmp_path / "out", match)
 
@@ -320,11 +315,7 @@ class TestErrors:
         assert (place / "letter").is_file()
 
     def test_text_for_another_kind_of_model(self, tmp_path):
-        config = transformers.BertConfig(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-            num_attention_heads=4,
-        )  # fmt: skip
-        model = get_metis_model(transformers.BertForMaskedLM(config), MetisConfig())
+        model = get_metis_model(bert("ForMaskedLM"), MetisConfig())
         model.save_pretrained(tmp_path / "metis")
         (tmp_path / "t.txt").write_text("text")
         self.refused(tmp_path / "metis", tmp_path / "out", "no causal language model",

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import llama
+from conftest import bert, llama
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
@@ -148,15 +148,6 @@ def qwen3_5():
             num_attention_heads=2, num_key_value_heads=1, head_dim=32, linear_key_head_dim=16,
             linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
             layer_types=["linear_attention"],
-        )
-    )  # fmt: skip
-
-
-def bert():
-    return transformers.BertModel(
-        transformers.BertConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-            num_attention_heads=2,
         )
     )  # fmt: skip
 

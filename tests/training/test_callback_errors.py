@@ -201,15 +201,13 @@ class TestUncalledLayers:
         assert "converted layers" not in caplog.text
 
     @pytest.mark.parametrize("cls", [transformers.Trainer, PlainFused])
-    def test_compiled_steps_know_it_too(self, cls, tmp_path, caplog):
-        torch._dynamo.reset()
+    def test_compiled_steps_know_it_too(self, cls, tmp_path, caplog, fresh_dynamo):
         compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
         model = converted("bf16", **HEAD)
         for _ in range(2):  # the second run traces nothing
             caplog.clear()
             trainer(tmp_path, model, [MetisCallback(0)], cls=cls, max_steps=2, **compiled).train()
             assert caplog.text.count(UNCALLED) == (cls is PlainFused)
-        torch._dynamo.reset()
 
     def test_copies_of_adapters_may_wait(self, tmp_path, caplog):
         adapters = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])

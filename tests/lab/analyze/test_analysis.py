@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, gpt2, llama, mixtral
+from conftest import VOCAB, bert, gpt2, llama, mixtral
 from typer.testing import CliRunner
 
 from lab.analyze.analyzed import save_llama
@@ -337,11 +337,7 @@ def test_missing_shard_is_named(tmp_path):
 
 
 def test_a_model_without_loss_gives_activations_only(undrawn, checkpoint, tmp_path):
-    config = transformers.BertConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    bert(vocab_size=300).save_pretrained(tmp_path / "bert")
     for path in (checkpoint / "plain").glob("tokenizer*"):
         shutil.copy(path, tmp_path / "bert")
     result = analyze([tmp_path / "bert"], tmp_path / "out", text=checkpoint / "text.py",

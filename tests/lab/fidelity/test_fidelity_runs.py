@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from conftest import gpt2
 from rich.console import Console
 
 from lab.fidelity.measuring import SMALL, settings
@@ -60,13 +61,6 @@ def test_the_line_of_the_picture_joins_the_ranks_alone(monkeypatch):
     assert [p.name for p in drawn["j"]] == ranks
 
 
-def small_gpt2(**changes):
-    config = transformers.GPT2Config(
-        vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64, **changes
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
 def saved(model, place, folder, **changes):
     """Save a model with the tokenizer of `place`, and return the settings that measure it."""
     model.save_pretrained(folder / "model")
@@ -78,7 +72,7 @@ def saved(model, place, folder, **changes):
 class TestOtherModels:
     def test_dropout_is_no_error(self, place, tmp_path):
         """Of a model that drops half of everything, under the scheme that quantizes nothing."""
-        model = small_gpt2(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+        model = gpt2(vocab_size=300, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
         options = saved(model, place, tmp_path, schemes=("bf16",))
         (result,) = fidelity(options, tmp_path / "out")
         assert result.gradients["error"] == [0.0, 0.0]
@@ -87,7 +81,7 @@ class TestOtherModels:
     @pytest.mark.slow
     def test_storage_of_a_weight_changes_no_gradient(self, place, tmp_path):
         """A Conv1D's weight is [i o], a stored split [o i], and the exact gradient is one."""
-        model = small_gpt2()
+        model = gpt2(vocab_size=300)
         for order in (("nvfp4-rne", "bf16-split"), ("bf16-split", "nvfp4-rne")):
             options = saved(model, place, tmp_path, schemes=order, alone=())
             found = {r.name: r.gradients["error"] for r in fidelity(options, tmp_path / order[0])}
