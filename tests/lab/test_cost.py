@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import llama, mixtral
+from operands.test_conditioner_base import Halved
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
 from metis_hf.lab.conditioner_cost import ConditionerCost, conditioner_cost
 from metis_hf.lab.cost import inputs_of, model_overhead, overhead, tokens_of_layers
-from metis_hf.operands import Conditioner, MeanRemoved, Requantized
+from metis_hf.operands import MeanRemoved, Requantized
 from metis_hf.transforms.rotation import rotation_of
 
 IN, OUT, T = 512, 384, 8192
@@ -201,15 +202,9 @@ def test_a_model_is_counted_from_its_config():
     assert found.weight_bits == pytest.approx(wanted.weight_bits)
 
 
-@dataclass(frozen=True)
-class Halved(Conditioner):
-    """A stranger's: it multiplies nothing that is counted, until somebody says what."""
-
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
-        return 2 * quantizer(x / 2, dim=dim, key=key, dtype=dtype)
-
-
 def test_a_conditioner_of_your_own_costs_what_you_register():
+    """It multiplies nothing that is counted, until somebody says what."""
+
     @dataclass(frozen=True)
     class Projected(Halved):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -60,3 +61,9 @@ def fake_launcher(folder, **options):
     path.write_text(json.dumps(configs))
     script = Path(__file__).with_name("fake_worker.py")
     return shlex.join([sys.executable, str(script), str(path)])
+
+
+def run_recipe(recipe, monkeypatch, *options):
+    """Run a recipe as a person launches it, in this process."""
+    monkeypatch.setattr(sys, "argv", [recipe, *options])
+    runpy.run_path(recipe, run_name="__main__")

@@ -21,10 +21,10 @@ def study(request):
 
 
 @pytest.fixture
-def placed_records(tmp_path, monkeypatch):
-    """Put records where a study of eval/studies reads them; returns the study."""
+def records(study, tmp_path, monkeypatch):
+    """Put records where the study reads them; returns the study."""
 
-    def place(study, named):
+    def place(**named):
         for name, one in named.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(one))
         monkeypatch.setattr(study, "RESULTS", tmp_path)

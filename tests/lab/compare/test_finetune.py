@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import runpy
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from training.trainer_tools import arguments
 
+from lab.compare.comparing import run_recipe
 from metis_hf.deploy.packed import load_packed
 from metis_hf.lab.finetune_table import (
     Measured,
@@ -68,10 +69,7 @@ def finetune(recipe, source, tmp_path):
     return finetune
 
 
-def main(monkeypatch, *options):
-    """Run the recipe as a person launches it, in this process."""
-    monkeypatch.setattr(sys, "argv", [RECIPE, *options])
-    runpy.run_path(RECIPE, run_name="__main__")
+main = functools.partial(run_recipe, RECIPE)
 
 
 @pytest.mark.slow

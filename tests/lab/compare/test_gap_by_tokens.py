@@ -26,11 +26,6 @@ def record(tokens, losses, width=64, seeds=(0,)):
     return {"plan": {"experiment": experiment}, "tokens": tokens, "runs": runs}
 
 
-@pytest.fixture
-def records(study, placed_records):
-    return lambda **named: placed_records(study, named)
-
-
 @given(st.floats(0.05, 40), st.floats(0.01, 1))
 def test_a_loss_is_worth_the_tokens_that_give_it(study, millions, slope):
     """On a control whose loss is linear in the logarithm everywhere, beyond its runs too."""

@@ -26,11 +26,6 @@ def record(width, rate=1e-3, tokens=1000, **gaps):
     return {"plan": plan, "tokens": tokens, "summaries": summaries}
 
 
-@pytest.fixture
-def records(study, placed_records):
-    return lambda **named: placed_records(study, named)
-
-
 def test_rows_by_hand(records):
     study = records(
         b=record(64, a=(1.0, 0.5), c=(2.0, math.nan)),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import runpy
 import sys
 
 import pytest
@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub import ModelCard
 from paths import ROOT
 
+from lab.compare.comparing import run_recipe
 from metis_hf.deploy.packed import load_packed
 from metis_hf.lab.smoke import smoke_model
 
@@ -23,10 +24,7 @@ CHAT = (
 )
 
 
-def main(monkeypatch, *options):
-    """Run the recipe in this process."""
-    monkeypatch.setattr(sys, "argv", [RECIPE, *options])
-    runpy.run_path(RECIPE, run_name="__main__")
+main = functools.partial(run_recipe, RECIPE)
 
 
 @pytest.fixture
