@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from peft import LoraConfig, get_peft_model
 
 from metis_hf import MetisConfig, MetisLinear, get_metis_model
@@ -40,12 +39,6 @@ def lora_layers(model) -> dict[str, MetisLoraLinear]:
         for name, module in model.named_modules()
         if isinstance(module, MetisLoraLinear)
     }
-
-
-def logits(model, ids):
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=ids).logits
 
 
 def base_state(model):

@@ -107,7 +107,3 @@ def base_bytes(model):
         for name, layer in packed_layers(model).items()
         for key, value in layer.state_dict().items()
     }
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

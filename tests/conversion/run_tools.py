@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import torch
 import transformers
-from conftest import VOCAB, llama
+from conftest import llama
 from training import trainer_tools
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model
 
 LAYER = "model.layers.1.mlp.up_proj"
-
-
-class Rows(torch.utils.data.Dataset):
-    """Fixed random sequences."""
-
-    def __init__(self, count=64, length=32):
-        generator = torch.Generator().manual_seed(5)
-        self.ids = torch.randint(0, VOCAB, (count, length), generator=generator)
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 def metis_callbacks():
@@ -33,7 +19,8 @@ def metis_callbacks():
 def trainer(path, model, callbacks=None, **changes):
     options = {"save_steps": 2, "save_strategy": "steps", "per_device_train_batch_size": 4}
     callbacks = metis_callbacks() if callbacks is None else callbacks
-    return trainer_tools.trainer(path, model, callbacks, data=Rows(), **options | changes)
+    data = trainer_tools.rows(64, 32)
+    return trainer_tools.trainer(path, model, callbacks, data=data, **options | changes)
 
 
 def converted(scheme="metis", **config):
@@ -51,10 +38,3 @@ def dense():
 
 def load(path, **kwargs):
     return transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
-
-
-def assert_same(model, other):
-    state = other.state_dict()
-    assert state.keys() == model.state_dict().keys()
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, state[key]), key

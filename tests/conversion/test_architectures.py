@@ -18,6 +18,7 @@ import design
 import pytest
 import torch
 import transformers
+from tensors import assert_same, relative_error
 from training.trainer_tools import losses, trainer
 
 from conversion.architectures import ARCHITECTURES, Architecture, tokens
@@ -106,10 +107,6 @@ def original_name(layer: str) -> str:
     return fused_name(f"{layer}.weight")
 
 
-def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((value - expected).abs().max() / expected.abs().max()).item()
-
-
 def check_report(model, scheme: str, name: str) -> None:
     """What is converted, what is not and why, and how much of the model that is."""
     architecture = ARCHITECTURES[name]
@@ -162,7 +159,7 @@ def check_reload(model, architecture: Architecture, directory) -> None:
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     state = loaded.state_dict()
     assert list(state) == list(model.state_dict())
-    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert_same(loaded, model)
     assert torch.equal(logits(loaded, architecture), expected)
     assert loaded.config.quantization_config == model.config.quantization_config
     configs = {key: layer.config for key, layer in metis_layers(model)}

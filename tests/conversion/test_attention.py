@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-import transformers
-from conftest import VOCAB, llama
+from conftest import VOCAB, falcon, gpt2, llama
 from design import some_slow
+from tensors import logits
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from versions import OLD_TRANSFORMERS
@@ -139,21 +139,15 @@ class TestSelection:
         assert not torch.equal(*outputs[0])
 
     def test_falcons_attention_is_refused_by_name(self):
-        config = transformers.FalconConfig(
-            vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
-        )
-        model = transformers.FalconForCausalLM(config)
+        model = falcon()
         before = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(ValueError, match=r"self_attention \(FalconAttention\) does not call"):
             converted(model)
         assert before == {name: type(module) for name, module in model.named_modules()}
 
     def test_a_way_of_its_own_to_fp32_is_refused(self):
-        config = transformers.GPT2Config(
-            vocab_size=64, n_embd=32, n_layer=1, n_head=2, reorder_and_upcast_attn=True
-        )
         with pytest.raises(ValueError, match="attn has reorder_and_upcast_attn=True"):
-            converted(transformers.GPT2LMHeadModel(config))
+            converted(gpt2(reorder_and_upcast_attn=True))
 
     def test_no_attention_among_the_converted_layers(self):
         with pytest.raises(ValueError, match="no module of LlamaForCausalLM with a converted"):
@@ -198,8 +192,7 @@ class TestSelection:
 class TestCalls:
     def test_dropout_is_refused_in_training_only(self, token_ids):
         model = converted(llama(attention_dropout=0.1))
-        with torch.no_grad():
-            assert model.eval()(input_ids=token_ids).logits.isfinite().all()
+        assert logits(model, token_ids).isfinite().all()
         with pytest.raises(NotImplementedError, match=r"self_attn: dropout=0\.1 .*attn_pdrop"):
             model.train()(input_ids=token_ids)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import llama
+from tensors import assert_same, logits
 from training.trainer_tools import losses, trainer
 
 from conversion.attention_tools import (
@@ -26,10 +27,6 @@ from metis_hf import (
 from metis_hf.conversion.attention import attention_products
 
 
-def assert_equal(found, expected):
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
 class TestTraining:
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_checkpointing_gives_the_same_bits(self, reentrant, token_ids):
@@ -39,7 +36,7 @@ class TestTraining:
         model.load_state_dict(plain.state_dict())
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
-        assert_equal(results(model, batch), results(plain, batch))
+        assert_same(results(model, batch), results(plain, batch))
 
     def test_evaluation_repeats_and_training_draws_by_content(self, token_ids):
         model = converted(config=MetisConfig(scheme="bf16", attention="nvfp4"))
@@ -60,8 +57,8 @@ class TestTraining:
         assert all(products.training for _, products in attention_products(loaded))
         batch = {"input_ids": token_ids, "labels": token_ids}
         expected = results(model, batch)
-        assert_equal(results(loaded, batch), expected)
-        assert_equal(results(copy.deepcopy(model), batch), expected)
+        assert_same(results(loaded, batch), expected)
+        assert_same(results(copy.deepcopy(model), batch), expected)
 
     def test_dense_checkpoint_is_converted_on_its_way(self, tmp_path, token_ids):
         dense = llama()
@@ -70,9 +67,7 @@ class TestTraining:
             tmp_path, quantization_config=CONFIG
         )
         model = converted(dense).eval()
-        with torch.no_grad():
-            logits = [m(input_ids=token_ids).logits for m in (model, loaded)]
-        assert torch.equal(*logits)
+        assert torch.equal(logits(model, token_ids), logits(loaded, token_ids))
 
     def test_a_trainer_run_with_a_schedule(self, tmp_path, token_ids):
         """Four steps: quantized, then attention and layers with an exact forward pass."""
@@ -103,36 +98,32 @@ class TestTraining:
         dense = llama()
         model = converted(copy.deepcopy(dense), MetisConfig(scheme="bf16", attention="bf16"))
         batch = {"input_ids": token_ids, "labels": token_ids}
-        assert_equal(results(model, batch), results(dense, batch))
+        assert_same(results(model, batch), results(dense, batch))
 
 
 class TestSetPrecision:
-    def logits(self, model, ids):
-        with torch.no_grad():
-            return model.eval()(input_ids=ids).logits
-
     def test_on_off_and_another(self, token_ids, tmp_path):
         dense = llama()
         model = get_metis_model(copy.deepcopy(dense), MetisConfig(scheme="bf16"))
-        plain = self.logits(model, token_ids)
+        plain = logits(model, token_ids)
         set_precision(model, attention="nvfp4-rne")
-        on = self.logits(model, token_ids)
-        assert torch.equal(on, self.logits(converted(copy.deepcopy(dense)), token_ids))
+        on = logits(model, token_ids)
+        assert torch.equal(on, logits(converted(copy.deepcopy(dense)), token_ids))
         set_precision(model, attention="four-over-six")
-        other = self.logits(model, token_ids)
+        other = logits(model, token_ids)
         model.save_pretrained(tmp_path)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert torch.equal(other, self.logits(loaded, token_ids))
+        assert torch.equal(other, logits(loaded, token_ids))
         set_precision(model, high_precision=("forward", "backward"))
-        assert torch.equal(self.logits(model, token_ids), plain)
+        assert torch.equal(logits(model, token_ids), plain)
         set_precision(model, attention=None, high_precision=())
         assert not list(attention_products(model))
-        assert torch.equal(self.logits(model, token_ids), plain)
+        assert torch.equal(logits(model, token_ids), plain)
         assert len({tuple(x.flatten().tolist()) for x in (plain, on, other)}) == 3
 
     def test_refusals_change_nothing(self, token_ids):
         model = converted()
-        before = self.logits(model, token_ids)
+        before = logits(model, token_ids)
         for changes, message in (
             ({"attention": "metis"}, "splits tensors"),
             ({"attention": "quartet2", "format": "int4"}, "does not take format"),
@@ -140,7 +131,7 @@ class TestSetPrecision:
         ):
             with pytest.raises(ValueError, match=message):
                 set_precision(model, **changes)
-            assert torch.equal(self.logits(model, token_ids), before)
+            assert torch.equal(logits(model, token_ids), before)
             assert model.config.quantization_config == CONFIG
 
     def test_high_precision_leaves_the_noise_alone(self, token_ids):
@@ -150,4 +141,4 @@ class TestSetPrecision:
         with high_precision(model):
             exact = results(model, batch)
         assert not torch.equal(exact[0], before[0])
-        assert_equal(results(model, batch), before)
+        assert_same(results(model, batch), before)

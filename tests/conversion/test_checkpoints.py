@@ -9,8 +9,9 @@ import torch
 import transformers
 from conftest import llama
 from safetensors.torch import load_file, save_file
+from tensors import assert_same, logits
 
-from conversion.run_tools import LAYER, assert_same, converted, dense, load, trainer
+from conversion.run_tools import LAYER, converted, dense, load, trainer
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
 from metis_hf.training.resume import last_checkpoint
 
@@ -107,8 +108,7 @@ class TestForms:
         loaded = load(tmp_path)
         assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
         assert_same(model, loaded)
-        with torch.no_grad():
-            assert torch.equal(model(token_ids).logits, loaded(token_ids).logits)
+        assert torch.equal(logits(model, token_ids), logits(loaded, token_ids))
 
     def test_dtype_on_load(self, tmp_path):
         model = converted()
@@ -164,8 +164,7 @@ def test_part_of_a_model_on_disk(scheme, tmp_path, token_ids):
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
     )
-    with torch.no_grad():
-        assert torch.equal(again(token_ids).logits, model(token_ids).logits)
+    assert torch.equal(logits(again, token_ids), logits(model, token_ids))
 
 
 @pytest.mark.parametrize(

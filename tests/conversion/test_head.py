@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import llama
+from tensors import assert_same, logits
 from torch import nn
 
 from conversion.architectures import ARCHITECTURES
@@ -50,10 +51,6 @@ def gradients(model, ids):
 
 
 @torch.no_grad()
-def logits(model, ids):
-    return model.eval()(input_ids=ids).logits
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 class TestTied:
     def test_gradient_is_the_sum_of_both_uses(self, scheme, token_ids):
@@ -122,8 +119,7 @@ class TestTied:
         expected = accumulate(copy.deepcopy(model))
         with reuse_weights(model):
             found = accumulate(model)
-        for name, grad in expected.items():
-            assert torch.equal(found[name], grad), name
+        assert_same(found, expected)
 
 
 def test_dense_checkpoint_converts_while_it_loads(token_ids, tmp_path):

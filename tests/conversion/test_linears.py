@@ -7,6 +7,8 @@ import importlib
 import pytest
 import torch
 import transformers
+from conftest import falcon
+from tensors import logits
 from torch import nn
 from torch.nn.utils import prune
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -16,25 +18,9 @@ from metis_hf import MetisConfig, get_metis_model, metis_layers, to_dense
 from metis_hf.conversion.linears import why_not_plain
 
 
-def falcon(**changes) -> transformers.FalconForCausalLM:
-    return transformers.FalconForCausalLM(
-        transformers.FalconConfig(
-            vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-            hidden_dropout=0.0, attention_dropout=0.0, bos_token_id=1, eos_token_id=2,
-            tie_word_embeddings=False, **changes,
-        )
-    )  # fmt: skip
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model.eval()(input_ids=ids).logits
-
-
 @pytest.mark.parametrize(("scheme", "bias"), [("metis-paper", True), ("nvidia", False)])
 def test_falcon(scheme, bias, tmp_path, token_ids):
     """Convert, save, reload, turn back."""
-    ids = token_ids % 128
     model = get_metis_model(falcon(bias=bias), MetisConfig(scheme=scheme))
     report = model.metis_report
     assert len(report.layers) == 8  # query_key_value, dense and two of the MLP in each block
@@ -42,7 +28,7 @@ def test_falcon(scheme, bias, tmp_path, token_ids):
     assert report.skipped == {"lm_head": "output head"}
     model.save_pretrained(tmp_path / "metis")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "metis")
-    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert torch.equal(logits(loaded, token_ids), logits(model, token_ids))
     weights = {name: layer.weight.detach().clone() for name, layer in metis_layers(loaded)}
     dense = to_dense(loaded)
     for name, weight in weights.items():
@@ -55,9 +41,9 @@ def test_falcon(scheme, bias, tmp_path, token_ids):
 def test_falcon_in_high_precision_is_falcon(token_ids):
     """What is listed as read really is x W^T."""
     model = falcon()
-    expected = logits(model, token_ids % 128)
+    expected = logits(model, token_ids)
     converted = get_metis_model(model, MetisConfig(scheme="bf16"))
-    torch.testing.assert_close(logits(converted, token_ids % 128), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits(converted, token_ids), expected, rtol=0, atol=1e-6)
 
 
 class NamedLinear(nn.Linear):

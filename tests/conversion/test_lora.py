@@ -14,16 +14,10 @@ from layers.layer_tools import of_each_kind
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraModel
+from tensors import assert_same, logits
 from training.trainer_tools import records, trainer
 
-from conversion.lora_tools import (
-    adapted,
-    base_state,
-    is_transposed,
-    logits,
-    lora_config,
-    lora_layers,
-)
+from conversion.lora_tools import adapted, base_state, is_transposed, lora_config, lora_layers
 from metis_hf import (
     MetisCallback,
     MetisConfig,
@@ -105,7 +99,7 @@ def test_trainer_trains_the_adapter_and_nothing_else(tmp_path):
     history = records(made)
     assert history[-1]["loss"] < history[0]["loss"]
     assert "metis/weight/sqnr_db" in history[0]
-    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+    assert_same(base_state(model), before)
     changed = {k for k, v in model.state_dict().items() if not torch.equal(v, start[k])}
     assert changed == {k for k in start if "lora_" in k}
 
@@ -303,7 +297,7 @@ class TestErrors:
         layer.lora_B["default"].weight.data[0, 0] = float("nan")
         with pytest.raises(ValueError, match=r"'default' has NaN or inf; nothing was merged"):
             model.merge_adapter(safe_merge=True)
-        assert all(torch.equal(base_state(model)[k], v) for k, v in before.items())
+        assert_same(base_state(model), before)
 
     def test_bias_without_a_place(self):
         with warnings.catch_warnings():

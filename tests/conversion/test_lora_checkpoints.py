@@ -10,8 +10,9 @@ import torch
 import transformers
 from conftest import llama
 from peft import AutoPeftModel, AutoPeftModelForCausalLM, PeftConfig, PeftModel, get_peft_model
+from tensors import logits
 
-from conversion.lora_tools import adapted, logits, lora_config, lora_layers
+from conversion.lora_tools import adapted, lora_config, lora_layers
 from metis_hf import (
     MetisConfig,
     calibrate,

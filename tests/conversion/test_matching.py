@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from peft.tuners.tuners_utils import check_target_module_exists
+from tensors import logits
 from torch import nn
 
 from conversion.architectures import EXPERTS, LAYERS
@@ -236,10 +237,7 @@ def test_scheme_pattern(tmp_path, token_ids):
             assert type(layer) is expected[scheme]
             assert layer.scheme.is_high_precision is (scheme == "bf16")
             assert layer.scheme.weight.is_split is (scheme == "metis-paper")
-        with torch.no_grad():
-            assert torch.equal(
-                each.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits
-            )
+        assert torch.equal(logits(each, ids), logits(model, ids))
     text = str(model.metis_report)
     assert "scheme bf16 instead in 3 layers (scheme_pattern)" in text
     assert "scheme nvidia instead in 2 layers (scheme_pattern)" in text
@@ -290,9 +288,8 @@ def test_meta_device(tmp_path, token_ids):
     real.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not any(param.is_meta for param in loaded.parameters())
-    with torch.no_grad():
-        expected = real.eval()(input_ids=token_ids % 128).logits
-        assert torch.equal(loaded(input_ids=token_ids % 128).logits, expected)
+    expected = logits(real, token_ids % 128)
+    assert torch.equal(logits(loaded, token_ids % 128), expected)
 
 
 class HouseExperts(nn.Module):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
 from conftest import llama
+from forked import python
+from tensors import logits
 
 from metis_hf import (
     MetisConfig,
@@ -19,11 +19,6 @@ from metis_hf import (
     to_dense,
 )
 from metis_hf.training.refresh import refresh_layer
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model.eval()(input_ids=ids).logits
 
 
 @pytest.mark.slow
@@ -37,8 +32,7 @@ def test_a_plain_install_cannot_mistake_a_split_checkpoint(tmp_path):
         "assert 'metis_hf' not in sys.modules\n"
         "print(len(info['missing_keys']))\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(out.stdout.split()[-1]) == 14
+    assert int(python("-c", code).split()[-1]) == 14
 
 
 def test_dense_checkpoint_with_quantization_config(token_ids, tmp_path):

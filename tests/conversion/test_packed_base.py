@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import VOCAB, llama
 from safetensors.torch import load_file, save_file
+from tensors import assert_same, same
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from conversion.packed_tools import (
     ids,
     modelopt,
     rewrite,
-    same,
 )
 from metis_hf import (
     MetisConfig,
@@ -258,11 +258,7 @@ class TestModelOpt:
 def test_saving_writes_what_was_read(checkpoint, tmp_path):
     model = load_packed(checkpoint)
     model.save_pretrained(tmp_path / "again")
-    old, new = load_file(checkpoint / FILE), load_file(tmp_path / "again" / FILE)
-    assert old.keys() == new.keys()
-    for key in old:
-        assert old[key].dtype == new[key].dtype
-        assert torch.equal(old[key].view(torch.uint8), new[key].view(torch.uint8)), key
+    assert_same(load_file(tmp_path / "again" / FILE), load_file(checkpoint / FILE))
     configs = [
         json.loads((path / "config.json").read_text())["quantization_config"]
         for path in (checkpoint, tmp_path / "again")

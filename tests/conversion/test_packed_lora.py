@@ -8,17 +8,10 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from tensors import same
 from training import trainer_tools
 
-from conversion.packed_tools import (
-    LAYERS,
-    base_bytes,
-    dense_twin,
-    ids,
-    lora,
-    same,
-    with_adapter,
-)
+from conversion.packed_tools import LAYERS, base_bytes, dense_twin, ids, lora, with_adapter
 from metis_hf import (
     MetisConfig,
     calibrate,

@@ -9,15 +9,15 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB, llama, mixtral
+from tensors import logits
 
 from conversion.packed_tools import (
     FILE,
     modelopt,
     rewrite,
 )
-from metis_hf import (
-    load_packed,
-)
+from metis_hf import load_packed
+from metis_hf.deploy.packed import load_deployed
 from metis_hf.layers.packed import PackedWeight
 
 UP = "model.layers.0.mlp.up_proj"  # 96 x 64
@@ -53,6 +53,7 @@ def group(**changes):
 BAD_TENSORS = {
     "nan": (setting("weight_global_scale", lambda t: t * math.nan), "weight_global_scale is nan"),
     "negative": (setting("weight_global_scale", lambda t: -t), "weight_global_scale is -"),
+    "zero": (setting("weight_global_scale", lambda t: 0 * t), r"weight_global_scale is 0\.0"),
     "block-nan": (setting("weight_scale", fp8(0x7F)), "4 of 384 block scales are NaN or negative"),
     "block-negative": (setting("weight_scale", fp8(0xB0)), "4 of 384 block scales are NaN or neg"),
     "block-zero": (setting("weight_scale", fp8(0, slice(None))), "all 384 block scales are zero"),
@@ -103,6 +104,20 @@ BAD_CONFIGS = {
 
 
 class TestBadInput:
+    @pytest.mark.parametrize("case", [*BAD_TENSORS][:6])
+    def test_scales_that_the_library_would_compute_with(self, checkpoint, case):
+        """Which loads what is deployed; a row of NaN is not the only harm."""
+        change, message = BAD_TENSORS[case]
+        with pytest.raises(ValueError, match=rf"{UP}\.weight.*{message}|{UP}\.{message}"):
+            load_deployed(rewrite(checkpoint, change))
+
+    def test_scales_of_zero_for_zeros(self, checkpoint, token_ids):
+        def change(tensors):
+            for key in ("weight_packed", "weight_scale"):
+                tensors[f"{UP}.{key}"].view(torch.uint8).zero_()
+
+        assert not logits(load_deployed(rewrite(checkpoint, change)), token_ids).isnan().any()
+
     @pytest.mark.parametrize("case", BAD_TENSORS)
     def test_tensors(self, checkpoint, case):
         change, message = BAD_TENSORS[case]
@@ -134,16 +149,14 @@ class TestBadInput:
     def test_one_number_has_either_shape(self, layout, exported, checkpoint, tmp_path, token_ids):
         if layout == "modelopt":
             checkpoint = modelopt(exported, tmp_path / "modelopt", "W4A16_NVFP4")
-        with torch.no_grad():
-            expected = load_packed(checkpoint)(token_ids).logits
+        expected = logits(load_packed(checkpoint), token_ids)
 
         def other_shape(tensors):
             for key, value in tensors.items():
                 if value.numel() == 1 and "scale" in key:
                     tensors[key] = value.reshape(() if value.dim() else (1,))
 
-        with torch.no_grad():
-            found = load_packed(rewrite(checkpoint, other_shape))(token_ids).logits
+        found = logits(load_packed(rewrite(checkpoint, other_shape)), token_ids)
         assert torch.equal(found, expected)
 
     def test_a_checkpoint_that_is_not_whole(self, checkpoint):
@@ -165,8 +178,7 @@ class TestBadInput:
             model.save_pretrained(tmp_path / "out")
         model.to(torch.bfloat16).save_pretrained(tmp_path / "out")
         plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-        with torch.no_grad():
-            assert torch.equal(plain(token_ids).logits, load_packed(exported)(token_ids).logits)
+        assert torch.equal(logits(plain, token_ids), logits(load_packed(exported), token_ids))
 
     def test_a_dense_checkpoint(self, tmp_path):
         llama().save_pretrained(tmp_path)

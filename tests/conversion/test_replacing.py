@@ -9,7 +9,8 @@ import torch
 import transformers
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
-from conftest import gpt2, llama
+from conftest import falcon, gpt2, llama
+from tensors import logits
 from torch import nn
 
 from conversion.architectures import ARCHITECTURES
@@ -79,14 +80,7 @@ class TestHooks:
     @pytest.mark.parametrize("kind", ["llama", "falcon"])
     def test_dispatched_models_convert(self, kind, token_ids):
         """device_map over several devices hooks every module, and offloads none."""
-        if kind == "llama":
-            plain = llama()
-        else:
-            plain = transformers.FalconForCausalLM(
-                transformers.FalconConfig(
-                    vocab_size=256, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
-                )
-            )
+        plain = {"llama": llama, "falcon": falcon}[kind]()
         model = copy.deepcopy(plain).eval()
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
         convert(model)
@@ -94,9 +88,8 @@ class TestHooks:
         assert len(layers) == len(convert(plain).metis_report.layers)
         assert all(isinstance(layer._hf_hook, AlignDevicesHook) for layer in layers.values())
         params = {name: id(param) for name, param in model.named_parameters()}
-        with torch.no_grad():
-            expected = plain.eval()(token_ids).logits
-            assert torch.equal(model(token_ids).logits, expected)
+        expected = logits(plain, token_ids)
+        assert torch.equal(logits(model, token_ids), expected)
         assert {name: id(param) for name, param in model.named_parameters()} == params
         to_dense(model)
         dense = [model.get_submodule(name) for name in layers]
@@ -109,9 +102,8 @@ class TestHooks:
         layer = model.get_submodule(NAME)
         forward = layer.forward
         layer.forward = lambda x: 0 * forward(x)
-        with torch.no_grad():
-            expected = model(token_ids).logits
-            converted = convert(model, scheme="bf16")(token_ids).logits
+        expected = logits(model, token_ids)
+        converted = logits(convert(model, scheme="bf16"), token_ids)
         torch.testing.assert_close(converted, expected)
         reason = "its forward pass was replaced by another (module.forward = ...)"
         assert model.metis_report.skipped[NAME] == reason

@@ -10,15 +10,10 @@ import transformers
 from conftest import VOCAB, mixtral
 from design import some_slow
 from safetensors.torch import load_file
+from tensors import assert_same
 
 from conversion.architectures import ARCHITECTURES
-from conversion.run_tools import (
-    assert_same,
-    converted,
-    dense,
-    metis_callbacks,
-    trainer,
-)
+from conversion.run_tools import converted, dense, metis_callbacks, trainer
 from metis_hf import (
     MetisCallback,
     MetisConfig,

@@ -44,10 +44,6 @@ def recorded_rows(out: Path) -> dict:
     return {row["kind"]: row for row in record["rows"]}
 
 
-def relative(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
-
-
 @torch.no_grad()
 def logits(model, ids):
     return model.eval()(input_ids=ids).logits.float()

@@ -9,6 +9,7 @@ import torch
 import transformers
 from conftest import VOCAB, llama, t5
 from safetensors.torch import load_file
+from tensors import same
 from texts import documents
 from typer.testing import CliRunner
 
@@ -78,15 +79,6 @@ def run(*arguments):
 
 def state_of(path):
     return load_file(path / "model.safetensors")
-
-
-def same(first, second):
-    """All tensors equal to the bit, whatever their dtype."""
-    assert first.keys() == second.keys()
-    return all(
-        torch.equal(value.flatten().view(torch.uint8), second[key].flatten().view(torch.uint8))
-        for key, value in first.items()
-    )
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,12 +12,14 @@ import transformers
 from conftest import ARCHITECTURES, VOCAB, llama
 from conversion import architectures
 from design import named
+from forked import python
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from tensors import relative
 from texts import documents
 from versions import reads_packed
 
-from deploy.checkpoints import ALL_SPLIT, checkpoint, logits, relative
+from deploy.checkpoints import ALL_SPLIT, checkpoint, logits
 from metis_hf import (
     MetisConfig,
     get_metis_model,
@@ -44,10 +45,6 @@ PACKED_AS_STORED = [
     pytest.param({"scheme": "metis-paper", "decompose": ["gradient"]}, id="metis-paper-dense"),
     pytest.param({"scheme": "nvidia"}, id="nvidia"),
 ]
-
-
-def tied_llama():
-    return llama(tie_word_embeddings=True)
 
 
 # Weights in one matrix and in a transposed one, tied, of fused experts, of an encoder, of images.
@@ -81,7 +78,7 @@ class TestDense:
             "torch.save(model(input_ids=torch.load(d + '/ids.pt')).logits.detach(), d + '/l.pt')\n"
             "assert 'metis_hf' not in sys.modules\n"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        python("-c", code)
         assert relative(torch.load(tmp_path / "l.pt"), expected) < FP32_TOLERANCE
 
     @pytest.mark.parametrize("name", named(architectures.ARCHITECTURES, SAVED_OTHERWISE))
@@ -210,7 +207,11 @@ class TestCompressedTensors:
             weight = plain.get_submodule(name).weight
             torch.testing.assert_close(weight, self.quantized(layer), rtol=BF16_ROUNDING, atol=0)
 
-    @pytest.mark.parametrize("build", [tied_llama, ARCHITECTURES["qwen2"]], ids=["tied", "bias"])
+    @pytest.mark.parametrize(
+        "build",
+        [functools.partial(llama, tie_word_embeddings=True), ARCHITECTURES["qwen2"]],
+        ids=["tied", "bias"],
+    )
     def test_head_and_biases_stay(self, build, tmp_path):
         source = checkpoint(tmp_path / "metis", build)
         report = export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
@@ -266,11 +267,7 @@ def mean_loss(model, ids):
 class TestText:
     @pytest.fixture
     def source(self, tmp_path):
-        def build():
-            config = llama().config
-            config.vocab_size = VOCAB + 1
-            return transformers.LlamaForCausalLM(config)
-
+        build = functools.partial(llama, vocab_size=VOCAB + 1)
         return checkpoint(tmp_path / "metis", build, tokenizer=True, **ALL_SPLIT)
 
     @pytest.mark.slow

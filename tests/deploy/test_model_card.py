@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from conftest import llama
+from forked import python
 from huggingface_hub import ModelCard, metadata_load, metadata_save
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, get_peft_model
+from tensors import assert_same
 from training.trainer_tools import trainer
 
 from deploy.checkpoints import checkpoint, mixtral
@@ -129,11 +129,8 @@ class TestModelCard:
         assert "| piqa / acc | 0.625 |\n| loss | 3.25 |" in card.text
         code = card.text.split("```python\n")[1].split("```")[0]
         assert code.startswith("import metis_hf")
-        out = subprocess.run(
-            [sys.executable, "-c", code + "print(type(model.lm_head).__name__)"],
-            capture_output=True, text=True, check=True, cwd=tmp_path,
-        )  # fmt: skip
-        assert out.stdout.strip() == "Linear"
+        code += "print(type(model.lm_head).__name__)"
+        assert python("-c", code, cwd=tmp_path).strip() == "Linear"
 
     def test_card_of_an_export_names_its_base_and_how_to_serve(self, tmp_path):
         """The base as Trainer's card in the checkpoint has it; all that the hub reads is valid."""
@@ -234,10 +231,7 @@ class TestModelCard:
             "output_loading_info=True)\n"
             "print(len(info['missing_keys']), 'metis_hf' in sys.modules)"
         )
-        found = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
-        assert found.stdout.split() == ["0", "False"]
+        assert python("-c", code).split() == ["0", "False"]
 
     @pytest.mark.parametrize(("build", "split"), [(llama, True), (mixtral, False)])
     def test_split_weights_and_experts_do_not(self, build, split):
@@ -308,5 +302,4 @@ def test_push_to_hub_up_to_the_network_call(tmp_path, monkeypatch):
     for name, content in uploaded.items():
         (tmp_path / name).write_bytes(content)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value)
+    assert_same(loaded, model)

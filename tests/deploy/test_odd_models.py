@@ -9,8 +9,9 @@ import re
 import pytest
 import torch
 import transformers
-from conftest import t5
+from conftest import bart, llama, t5
 from safetensors.torch import load_file
+from tensors import logits
 from texts import documents
 from transformers import CompressedTensorsConfig
 from versions import reads_packed
@@ -90,13 +91,7 @@ def test_weights_alone_name_layers_that_text_does_not_reach(build, named, tmp_pa
 
 
 def test_all_that_was_tied_to_a_packed_head_is_written(tmp_path):
-    config = transformers.BartConfig(
-        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.BartForConditionalGeneration(config)
+    model = bart()
     shared = model.model.shared.weight.detach().clone()
     get_metis_model(model, MetisConfig(scheme="w4a16", target_modules=["q_proj", "lm_head"]))
     calibrate(model, [])
@@ -158,7 +153,7 @@ def test_the_lines_that_load_a_packed_model_run(tmp_path):
 
 
 def test_a_weight_of_zeros_has_no_error(tmp_path):
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, intermediate_size=32))
+    model = llama(1)
     model.model.layers[0].mlp.up_proj.weight.data.zero_()
     get_metis_model(model, MetisConfig(scheme="nvfp4")).save_pretrained(tmp_path / "run")
     export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
@@ -169,9 +164,7 @@ def test_a_weight_of_zeros_has_no_error(tmp_path):
 
 
 def test_the_target_may_be_a_link_to_an_empty_directory(tmp_path):
-    config = transformers.LlamaConfig(**TINY, intermediate_size=32)
-    model = get_metis_model(transformers.LlamaForCausalLM(config), MetisConfig(scheme="nvfp4"))
-    model.save_pretrained(tmp_path / "run")
+    get_metis_model(llama(1), MetisConfig(scheme="nvfp4")).save_pretrained(tmp_path / "run")
     (tmp_path / "place").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "place")
     (tmp_path / "place.partial").mkdir()
@@ -194,8 +187,7 @@ def test_packed_beside_experts_says_who_reads_it(tmp_path):
     )
     loaded = load_packed(tmp_path / "out", dtype=torch.float32)
     ids = torch.arange(16).reshape(1, -1)
-    with torch.no_grad():
-        found, trained = loaded(ids).logits, model.eval()(ids).logits
+    found, trained = (logits(loaded, ids), logits(model, ids))
     torch.testing.assert_close(found, trained, rtol=0.02, atol=0.02)  # the rest is in bf16
 
 
@@ -254,10 +246,7 @@ def test_experts_and_routers_are_ignored_by_their_names_in_the_files(
 
 def test_a_packed_head_is_said_to_be_one(tmp_path):
     config = MetisConfig(scheme="nvfp4-rne", target_modules=["lm_head", "down_proj"])
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**TINY, intermediate_size=32, tie_word_embeddings=False)
-    )
-    get_metis_model(model, config).save_pretrained(tmp_path / "run")
+    get_metis_model(llama(1), config).save_pretrained(tmp_path / "run")
     report = export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
     (note,) = report.notes
     assert note.startswith("lm_head is the output head and is packed in four bits")

@@ -12,10 +12,11 @@ import transformers
 from conversion.architectures import ARCHITECTURES
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tensors import assert_same, relative
 from texts import documents
 from typer.testing import CliRunner
 
-from deploy.checkpoints import checkpoint, logits, mixtral, relative, w_hat
+from deploy.checkpoints import checkpoint, logits, mixtral, w_hat
 from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed, metis_layers, to_dense
 from metis_hf.cli.main import app
 from metis_hf.deploy import export_checkpoint
@@ -139,10 +140,7 @@ def test_what_is_loaded_computes_as_the_trained_model(family):
 def test_saving_again_writes_the_same(family, tmp_path):
     *_, out = family
     load_packed(out).save_pretrained(tmp_path)
-    first, second = state_of(out), state_of(tmp_path)
-    assert first.keys() == second.keys()
-    for key, tensor in first.items():
-        assert torch.equal(tensor.view(torch.uint8), second[key].view(torch.uint8)), key
+    assert_same(state_of(out), state_of(tmp_path))
     configs = [json.loads((each / "config.json").read_text()) for each in (out, tmp_path)]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 

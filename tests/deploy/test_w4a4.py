@@ -12,9 +12,10 @@ import torch.nn.functional as F
 import transformers
 from conftest import VOCAB, llama
 from safetensors.torch import load_file
+from tensors import relative
 from texts import documents
 
-from deploy.checkpoints import checkpoint, relative
+from deploy.checkpoints import checkpoint
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers, set_precision
 from metis_hf.deploy import export_checkpoint, load_metis_model, modelopt
 from metis_hf.deploy.compressed_tensors import CompressedMatrix

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import VOCAB, llama
 from design import named, thinned
+from tensors import same
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from training.trainer_tools import records, trainer
@@ -32,6 +33,8 @@ from metis_hf.numerics.elements import FloatFormat
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.operands.conditioners.clamped import Sparse
 from metis_hf.schemes import build_scheme
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 # Gradients that differ in their last bits put some elements on other FP4 values at the next step:
 # differences of 2^-2 of a few elements, seen as up to 0.005 nats.
@@ -59,17 +62,6 @@ def loss_and_grads(model, call, ids):
     loss = call(input_ids=ids, labels=ids).loss
     loss.backward()
     return [loss.detach(), *(param.grad.clone() for param in model.parameters())]
-
-
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import transformers
 from conftest import mixtral
 from conversion.architectures import ARCHITECTURES, EXPERTS, causal_batch
 from design import cases
+from tensors import relative_error
 from torch import nn
 from training.trainer_tools import records, trainer
 
@@ -33,10 +34,6 @@ ORDER_TOLERANCE = 2e-6
 SPLIT_TOLERANCE = 1e-6
 # What one refresh may move of a weight, and so of the logits: fp32 rounding.
 REFRESH_TOLERANCE = 1e-5
-
-
-def relative_error(value, expected):
-    return ((value - expected).abs().max() / expected.abs().max()).item()
 
 
 def fused(block: nn.Module, read) -> dict[str, torch.Tensor]:

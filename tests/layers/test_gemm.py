@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from design import cases
+from tensors import assert_same, same
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -56,12 +57,8 @@ class TestBf16IsLinear:
     def assert_same(original, converted, x, dtype):
         results = [forward_backward(layer, x, dtype) for layer in (original, converted)]
         (ya, dxa, grads_a), (yb, dxb, grads_b) = results
-        assert ya.dtype is yb.dtype
-        assert torch.equal(ya, yb)
-        assert torch.equal(dxa, dxb)
-        assert grads_a.keys() == grads_b.keys()
-        for name in grads_a:
-            assert torch.equal(grads_a[name], grads_b[name]), name
+        assert_same((yb, dxb), (ya, dxa))
+        assert_same(grads_b, grads_a)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("kind", ["bias", "no bias", "conv1d"])
@@ -173,7 +170,7 @@ class TestFewTokens:
             y2, dx2, grads2 = forward_backward(layer, x.view(shape))
             assert torch.equal(y2.view_as(y), y)
             assert torch.equal(dx2.view_as(dx), dx)
-            assert all(torch.equal(grads[name], grads2[name]) for name in grads)
+            assert same(grads2, grads)
 
 
 class TestNonFinite:

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tensors import assert_same
 from torch import nn
 
 from metis_hf.layers.packed import PackedLinear, PackedWeight, quantize_input
@@ -187,9 +188,7 @@ def test_casts_and_copies_leave_the_weight_alone():
         saved_and_loaded(packed),
         nn.Sequential(packed).double()[0].bfloat16(),
     ):
-        state = made.state_dict()
-        assert all(state[k].dtype == v.dtype and torch.equal(state[k], v)
-                   for k, v in before.items())  # fmt: skip
+        assert_same({name: made.state_dict()[name] for name in before}, before)
         assert made.weight.dtype == made.bias.dtype == made.dtype == torch.bfloat16
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from design import cases
+from tensors import assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -83,9 +84,7 @@ def assert_as_dense(monkeypatch, layer, x, *args, **kwargs):
     with monkeypatch.context() as patched:
         patched.setattr(metis_hf.layers.linear, "QuantizedGemm", DenseGemm)
         expected = results(layer, x, *args, **kwargs)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(found[name], expected[name]), name
+    assert_same(found, expected)
 
 
 # (parameters and input, autocast)
@@ -161,7 +160,7 @@ class TestInputs:
             results(layer, x, call=lambda x: checkpoint(layer, x, use_reentrant=True)),
             results(twin, x),
         ):
-            assert all(torch.equal(plain[name], again[name]) for name in plain)
+            assert_same(again, plain)
 
 
 @dataclass(frozen=True)

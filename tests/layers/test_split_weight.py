@@ -7,6 +7,7 @@ import torch
 import transformers
 from conftest import llama
 from safetensors.torch import load_model, save_model
+from tensors import assert_same
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -139,7 +140,7 @@ def test_bf16_with_a_split_weight_is_bf16_split():
         y = layer(x)
         y.square().sum().backward()
         results.append([y, x.grad, *(p.grad for p in layer.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_same(*results)
     dense = build_scheme(MetisConfig(scheme="metis-paper", split_weight=False), IN, OUT)
     others = MetisConfig(scheme="metis-paper", decompose=("activation", "gradient"))
     assert dense.fprop_weight == build_scheme(others, IN, OUT).fprop_weight

@@ -6,10 +6,12 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import transformers
+from conftest import bart
+from tensors import same
 from torch import nn
 
 from layers.mask_tools import THREADS, batches, llama_with, masks_of, t5
@@ -22,24 +24,9 @@ SMALL = {"layers": 1, "target_modules": ["q_proj", "k_proj", "down_proj"]}
 
 
 def in_threads(work: Callable[[int], object], count: int = THREADS) -> list:
-    """Run work(0), work(1), .. in a thread each and return the results."""
-    results: list = [None] * count
-
-    def run(index):
-        try:
-            results[index] = work(index)
-        except BaseException as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    """The results of work(0), work(1), .. in a thread each."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
 
 
 def together(model, count: int = THREADS):
@@ -50,10 +37,6 @@ def together(model, count: int = THREADS):
         barrier.wait()
 
     return model.model.embed_tokens.register_forward_hook(wait)
-
-
-def same(a, b) -> bool:
-    return all(map(torch.equal, a, b))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -227,13 +210,9 @@ def test_a_decoder_without_a_mask_has_the_rows_with_labels():
 @pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.zeros(2, 3), None], ids=str)
 def test_a_decoder_that_is_given_the_encoders_tokens_has_their_mask(labels):
     """As of Bart's classifier: labels of sequences mark no tokens, which are shifted by one."""
-    bart = transformers.BartForSequenceClassification(
-        transformers.BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1,
-                                encoder_attention_heads=2, decoder_attention_heads=2,
-                                encoder_ffn_dim=48, decoder_ffn_dim=48, num_labels=3)
-    )  # fmt: skip
-    get_metis_model(bart, MetisConfig(scheme="metis", rank=4))
+    model = bart("ForSequenceClassification", num_labels=3)
+    get_metis_model(model, MetisConfig(scheme="metis", rank=4))
     ids = torch.tensor([[5, 6, 2, 1, 1, 1], [5, 6, 7, 8, 9, 2]])
     batch = {"input_ids": ids, "attention_mask": (ids != 1).long(), "labels": labels}
-    seen = masks_of(bart, lambda: bart(**batch))["model.decoder.layers.0.fc1"]
+    seen = masks_of(model, lambda: model(**batch))["model.decoder.layers.0.fc1"]
     assert seen.tolist() == [True] * 4 + [False] * 2 + [True] * 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layers.layer_tools import layer_of
+from tensors import assert_same
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from metis_hf.numerics import Quantizer
@@ -12,15 +13,9 @@ from metis_hf.numerics.kernels import pack
 from metis_hf.numerics.native import NativeMatrix, multiply, native_matrix, use_gemm
 from native.slow_gemm import SlowGemm
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
 
 
-@pytest.mark.slow
 def test_inductor_calls_the_operator():
     """Inductor's own lowering of `scaled_mm` refuses swizzled scales."""
     quantizer, matrices = Quantizer(), []
@@ -42,7 +37,6 @@ def test_inductor_calls_the_operator():
     assert len(slow.calls) == 2
 
 
-@pytest.mark.slow
 def test_a_layer_is_one_graph():
     """Forward and backward, and no more than one graph for all other numbers of tokens."""
     _, layer = layer_of("nvidia", backend="native")
@@ -60,7 +54,6 @@ def test_a_layer_is_one_graph():
         expected = [step(layer, tokens) for tokens in (48, 37, 20)]
         compiled = torch.compile(layer, backend=counter, fullgraph=True)
         for tokens, values in zip((48, 37, 20), expected):
-            for value, wanted in zip(step(compiled, tokens), values):
-                assert torch.equal(value, wanted)
+            assert_same(step(compiled, tokens), values)
     assert counter.frame_count == 2
     assert len(slow.calls) == 2 * 3 * 3

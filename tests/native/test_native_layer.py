@@ -11,6 +11,7 @@ import transformers
 from conftest import llama
 from design import cases
 from layers.layer_tools import layer_of
+from tensors import assert_same
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, set_precision
 from metis_hf.conversion.hub import MetisConfigLoader
@@ -110,8 +111,7 @@ def test_mxfp4_in_bf16_is_equal_to_the_bit(mode):
     with use_gemm(slow := SlowGemm()):
         computed = call(layer, x, dy)
     assert len(slow.calls) == 3
-    for name, value in emulated.items():
-        assert torch.equal(computed[name], value), name
+    assert_same(computed, emulated)
 
 
 @pytest.mark.parametrize("scheme", ["metis", "nvidia", "quartet2"])
@@ -157,9 +157,8 @@ def test_weights_are_packed_once_a_step(monkeypatch):
                 layer.weight.mul_(2)
             call(layer, x, dy)
             assert made == [-1] * 4
-    for name, value in plain.items():
-        assert torch.equal(first[name], value)
-        assert torch.equal(second[name], value)
+    assert_same(first, plain)
+    assert_same(second, plain)
 
 
 def test_a_frozen_weight_is_rounded_anew_in_each_micro_batch():

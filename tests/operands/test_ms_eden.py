@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from layers.layer_tools import layer_of
+from tensors import relative
 
 from metis_hf.noise import Key, uniform
 from metis_hf.numerics import E4M3, Quantizer, fake_quantize, quantize, scaling
@@ -24,7 +25,7 @@ SHAPES = [(37, 70), (1, 48), (48, 1), (1, 1), (130, 300)]
 SCALE_STEP = 1 / 8  # of E4M3 between powers of two, at most
 
 
-def key(number: int) -> Key:
+def key(number: int = 0) -> Key:
     """A key as layers have them."""
     return Key(number, torch.tensor(number * 7919, dtype=torch.int32))
 
@@ -32,10 +33,6 @@ def key(number: int) -> Key:
 def matrix(rows, columns, seed=0):
     g = torch.Generator().manual_seed(seed)
     return torch.randn(rows, columns, generator=g)
-
-
-def relative(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 class TestQuantizer:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import llama
 from layers.layer_tools import layer_of
+from tensors import assert_same, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training.trainer_tools import converted, trainer
@@ -52,10 +53,6 @@ def step(layer, number, *batches, call=None):
 
 def buffers(layer):
     return {name: value.clone() for name, value in layer.state_buffers().items()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def known(layer):
@@ -194,8 +191,7 @@ def test_resume_is_exact(scheme, fields, tmp_path):
     cut.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     states = whole.model.state_dict(), cut.model.state_dict()
     assert any(name.endswith("input_basis") for name in states[0])
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert_same(*states)
 
 
 def test_measuring_a_step_changes_nothing(tmp_path):
@@ -208,7 +204,7 @@ def test_measuring_a_step_changes_nothing(tmp_path):
         return made.model.state_dict()
 
     plain, measured = weights(0), weights(1, eval_strategy="steps", eval_steps=1)
-    assert all(torch.equal(plain[name], measured[name]) for name in plain)
+    assert same(measured, plain)
 
 
 def test_a_copy_goes_on_as_the_layer(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from design import cases
 from layers.layer_tools import layer_of
+from operands.test_ms_eden import key, matrix
 from reference import fake_quantize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -28,16 +29,6 @@ SHAPES = [(37, 70), (1, 48), (48, 1), (130, 300)]
 CONDITIONERS = [Clamped(), Clamped(alpha=0.9), HotChannels(), DifferentiableEstimator()]
 
 
-def key(number: int = 0) -> Key:
-    """A key as layers have them."""
-    return Key(number, torch.tensor(number * 7919, dtype=torch.int32))
-
-
-def matrix(rows, columns, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=g)
-
-
 def heavy(rows, columns):
     """With a few channels thirty times as large as the others."""
     return matrix(rows, columns) * torch.where(torch.arange(columns) % 17 == 3, 30.0, 1.0)
@@ -45,10 +36,6 @@ def heavy(rows, columns):
 
 def name_of(level):
     return level.rounding.value if isinstance(level, Quantizer) else str(level)
-
-
-def relative(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 class TestEveryConditioner:

@@ -14,6 +14,7 @@ import transformers
 from conftest import llama
 from design import some_slow
 from layers.layer_tools import layer_of
+from tensors import assert_same, same
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -64,10 +65,6 @@ def train(layer, batches, micro_batches=2, call=None):
 
 def state_of(layer):
     return {name: value.clone() for name, value in layer.state_buffers().items()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 class Reference:
@@ -273,8 +270,7 @@ def test_resume_is_exact(scheme, tmp_path, monkeypatch):
     cut = run()
     cut.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     states = whole.model.state_dict(), cut.model.state_dict()
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert_same(*states)
     if scheme in CHANNELWISE:
         ranges = [value for name, value in states[0].items() if name.endswith(STATE[0])]
         assert ranges

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from layers.layer_tools import layer_of
+from tensors import assert_same
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -216,8 +217,7 @@ def test_a_process_without_tokens_holds_no_range_back():
         if step == 0:
             seldom.call(10.0, step)
         synchronized(seldom, always)
-        for name, buffer in seldom.buffers.items():
-            assert torch.equal(buffer, always.buffers[name])
+        assert_same(seldom.buffers, always.buffers)
     assert torch.equal(always.buffers["running_range"], alone.buffers["running_range"])
     assert 1.0 < float(always.buffers["running_range"][0]) < 1.1
 
@@ -229,5 +229,4 @@ def test_a_layer_that_no_process_has_run_stays_as_it_is():
     synchronized(one, other)
     before = {name: buffer.clone() for name, buffer in one.buffers.items()}
     synchronized(one, other)
-    for name, buffer in one.buffers.items():
-        assert torch.equal(buffer, before[name])
+    assert_same(one.buffers, before)

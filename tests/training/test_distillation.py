@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB
+from tensors import assert_same
 from texts import documents
 
 from metis_hf import (
@@ -37,7 +38,7 @@ from training.distillation_tools import (
     student,
     trainer,
 )
-from training.trainer_tools import losses, records, states_equal
+from training.trainer_tools import losses, records
 
 
 class TestGradient:
@@ -143,7 +144,7 @@ class TestTraining:
         assert loaded.state_dict().keys() == whole.model.state_dict().keys()
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert losses(resumed) == losses(whole)
-        assert states_equal(resumed.model, whole.model)
+        assert_same(resumed.model, whole.model)
 
     def test_the_teacher_stays_as_it_is(self, tmp_path):
         """Frozen, in evaluation mode, the same after training."""
@@ -154,7 +155,7 @@ class TestTraining:
         assert made.teacher.model is teacher
         assert not teacher.training
         assert not any(param.requires_grad for param in teacher.parameters())
-        assert all(torch.equal(value, before[key]) for key, value in teacher.state_dict().items())
+        assert_same(teacher, before)
 
     def test_from_a_path(self, tmp_path):
         """A path loads what a model gives, in the dtype that the student computes in."""

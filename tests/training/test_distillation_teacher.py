@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, gpt2
+from conftest import VOCAB, bart, gpt2
 from peft import LoraConfig, get_peft_model
+from tensors import assert_same, logits
 
 from metis_hf import (
     MetisConfig,
@@ -25,7 +26,7 @@ from training.distillation_tools import (
     trainer,
 )
 from training.recomputation import recomputed
-from training.trainer_tools import losses, states_equal
+from training.trainer_tools import losses
 
 
 def adapted(scheme="nvfp4-rne", **changes):
@@ -58,13 +59,8 @@ class TestOwnTeacher:
 
     def test_drops_nothing_while_the_student_trains(self, token_ids):
         """Llama has no dropout that would show it, and that of adapters is off with them."""
-        config = transformers.GPT2Config(
-            vocab_size=VOCAB, n_embd=64, n_layer=1, n_head=4, n_positions=64, resid_pdrop=0.5,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        model = transformers.GPT2LMHeadModel(config).eval()
-        with torch.no_grad():
-            expected = model(input_ids=token_ids).logits
+        model = gpt2(resid_pdrop=0.5)
+        expected = logits(model, token_ids)
         get_metis_model(model, MetisConfig(scheme="nvfp4-rne"))
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")).train()
         teacher = Teacher(None, model, device=torch.device("cpu"), dtype=torch.float32)
@@ -79,7 +75,7 @@ class TestOwnTeacher:
         for made in (own, copied):
             made.train()
         assert losses(own) == losses(copied)
-        assert states_equal(own.model, copied.model)
+        assert_same(own.model, copied.model)
         after, theirs = own.evaluate(), copied.evaluate()
         for key in ("eval_loss", "eval_kl"):
             assert after[key] == theirs[key]
@@ -112,7 +108,7 @@ class TestOwnTeacher:
         for made in (plain, again):
             made.train()
         assert losses(again) == losses(plain)
-        assert states_equal(again.model, plain.model)
+        assert_same(again.model, plain.model)
 
 
 class TestErrors:
@@ -139,14 +135,8 @@ class TestErrors:
             trainer(tmp_path, student(), teacher=teacher)
 
     def test_an_encoder_decoder(self, tmp_path):
-        config = transformers.BartConfig(
-            vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1,
-            encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
-            decoder_ffn_dim=16,
-        )  # fmt: skip
-        teacher = transformers.BartForConditionalGeneration(config)
         with pytest.raises(ValueError, match=r"teacher is an encoder-decoder \(bart\)"):
-            trainer(tmp_path, student(), teacher=teacher)
+            trainer(tmp_path, student(), teacher=bart())
 
     def test_no_logits(self, tmp_path):
         with pytest.raises(ValueError, match="LlamaModel, which has no language model head"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import VOCAB, llama
 from design import cases
+from tensors import assert_same
 
 from metis_hf import (
     high_precision,
@@ -55,7 +56,7 @@ class TestHighPrecision:
         configs = [layer.config for _, layer in metis_layers(model)]
         (losses_, state), (expected, theirs) = train(model, blocks=True), train(plain, blocks=False)
         assert losses_ == expected
-        assert all(torch.equal(state[key], theirs[key]) for key in theirs)
+        assert_same(state, theirs)
         assert [layer.config for _, layer in metis_layers(model)] == configs
         assert model.config.to_dict() == plain.config.to_dict()
 

@@ -12,14 +12,9 @@ import forked
 import pytest
 import torch
 import transformers
-from conversion.run_tools import (
-    LAYER,
-    assert_same,
-    converted,
-    metis_callbacks,
-    trainer,
-)
+from conversion.run_tools import LAYER, converted, metis_callbacks, trainer
 from safetensors.torch import load_file
+from tensors import assert_same
 from transformers import modeling_utils
 from transformers.trainer_utils import get_last_checkpoint
 

@@ -12,6 +12,7 @@ import transformers
 from conftest import llama
 from design import cases
 from layers.layer_tools import FP4_SCHEMES
+from tensors import logits
 
 from metis_hf import (
     MetisConfig,
@@ -148,12 +149,11 @@ def test_evaluation_in_high_precision(token_ids):
     model = converted("metis").eval()
     dense = copy.deepcopy(model)
     set_precision(model, high_precision=("forward", "backward"))
-    with torch.no_grad():
-        high = model(input_ids=token_ids).logits
-        set_precision(model, high_precision=())
-        quantized = model(input_ids=token_ids).logits
-        set_precision(dense, high_precision=("forward",))
-        forward_only = dense(input_ids=token_ids).logits
+    high = logits(model, token_ids)
+    set_precision(model, high_precision=())
+    quantized = logits(model, token_ids)
+    set_precision(dense, high_precision=("forward",))
+    forward_only = logits(dense, token_ids)
     torch.testing.assert_close(high, forward_only, rtol=0, atol=1e-5)
     assert (quantized - high).abs().max() > 1e-3
 
@@ -175,8 +175,7 @@ def test_another_scheme_of_the_same_form(split, token_ids, tmp_path):
 
 
 def _same_logits(a, b, ids):
-    with torch.no_grad():
-        assert torch.equal(a.eval()(input_ids=ids).logits, b.eval()(input_ids=ids).logits)
+    assert torch.equal(logits(a, ids), logits(b, ids))
 
 
 class TestErrors:

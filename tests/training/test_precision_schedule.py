@@ -10,9 +10,10 @@ import pytest
 import transformers
 from conftest import llama
 from peft import LoraConfig, get_peft_model
+from tensors import assert_same
 
 from metis_hf import MetisTrainer, PrecisionSchedule, metis_layers, set_precision
-from training.trainer_tools import EachStep, converted, lines, losses, states_equal, trainer
+from training.trainer_tools import EachStep, converted, lines, losses, trainer
 
 BOTH = ("forward", "backward")
 
@@ -157,7 +158,7 @@ def test_high_precision_in_the_middle(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert spy.seen[4:] == [("forward",), ()]
     assert losses(resumed) == losses(whole)
-    assert states_equal(resumed.model, whole.model)
+    assert_same(resumed.model, whole.model)
     for step, expected in enumerate(spy.seen[:4], start=1):  # a checkpoint loads as it was trained
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}")
         assert loaded.config.quantization_config.high_precision == expected

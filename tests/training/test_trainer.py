@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from design import cases, named, some_slow
 from layers.layer_tools import FP4_SCHEMES, layer_of, of_each_kind
 from schemes.test_stateful_schemes import OURS as STATEFUL
+from tensors import assert_same
 
 from metis_hf import (
     MetisCallback,
@@ -26,7 +27,6 @@ from training.trainer_tools import (
     losses,
     metis_values,
     records,
-    states_equal,
     trainer,
 )
 
@@ -105,7 +105,7 @@ def test_accelerate_loop_equals_trainer(scheme, accumulation, tmp_path):
         optimizer.zero_grad()
         found.append(total)
     assert found == pytest.approx(losses(made), abs=1e-6)
-    assert states_equal(model, made.model)
+    assert_same(model, made.model)
 
 
 def test_accumulation_gives_the_losses_of_the_whole_batch(tmp_path):
@@ -131,7 +131,7 @@ def test_activation_checkpointing_changes_nothing(scheme, reentrant, tmp_path):
     checkpointed.train()
     assert is_recomputed(checkpointed.model)
     assert losses(checkpointed) == losses(plain)
-    assert states_equal(checkpointed.model, plain.model)
+    assert_same(checkpointed.model, plain.model)
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "metis-paper", "smoothquant"])
@@ -246,7 +246,7 @@ def test_resume_is_exact(scheme, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert records(resumed) == records(whole)
     assert (tmp_path / HEALTH_FILE).read_text() == health
-    assert states_equal(resumed.model, whole.model)
+    assert_same(resumed.model, whole.model)
     moments = [made.optimizer.state_dict()["state"] for made in (whole, resumed)]
     for state, other in zip(*(m.values() for m in moments)):
         assert all(torch.equal(state[key], other[key]) for key in state)
@@ -261,7 +261,7 @@ def test_a_run_at_its_end_makes_no_further_step(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert again.state.global_step == 4
     assert losses(again) == losses(whole)
-    assert states_equal(again.model, whole.model)
+    assert_same(again.model, whole.model)
 
 
 def test_load_best_model_at_end(tmp_path):
@@ -279,4 +279,4 @@ def test_load_best_model_at_end(tmp_path):
     assert made.evaluate()["eval_loss"] == evaluations[best]
     folder = tmp_path / f"checkpoint-{best}"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert states_equal(loaded, made.model)
+    assert_same(loaded, made.model)

@@ -89,8 +89,3 @@ def metis_values(entry):
 def lines(directory, name):
     """The records of a file of JSON lines."""
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
-
-
-def states_equal(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

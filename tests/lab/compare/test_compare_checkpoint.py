@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from conftest import llama
+from tensors import assert_same
 from texts import documents
 
 from lab.compare.comparing import fake_launcher, run
@@ -31,13 +33,8 @@ VOCAB, LENGTH = 300, 32
 
 def small_model(**changes):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{
-            "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48,
-            "num_hidden_layers": 1, "num_attention_heads": 1, "rope_theta": 777.0, **changes,
-        }
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "max_position_embeddings": 2048}
+    return llama(1, **{**sizes, "rope_theta": 777.0, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +60,7 @@ def plan(place, **options):
 def test_every_run_starts_from_its_weights(place):
     experiment = plan(place).experiment
     made = initial_model(experiment, torch.device("cpu"))
-    for (name, a), b in zip(small_model().state_dict().items(), made.state_dict().values()):
-        assert torch.equal(a, b), name
+    assert_same(made, small_model())
     assert {p.dtype for p in made.parameters()} == {torch.float32}
     # The config alone makes the same model, for what is counted without weights.
     config = transformers.AutoConfig.for_model(**experiment.model)

@@ -16,9 +16,9 @@ from unittest import mock
 
 import psutil
 import pytest
-import torch
 from conftest import hear_interrupts
 from safetensors.torch import load_file
+from tensors import assert_same
 
 from lab.compare import kills
 from lab.compare.comparing import CONFIG, METIS_HF, write_config
@@ -77,9 +77,7 @@ class TestRecipe:
         kills.small_recipe(str(out), "--resume")
         losses = [json.loads((each / "eval_results.json").read_text()) for each in (whole, out)]
         assert losses[0]["eval_loss"] == losses[1]["eval_loss"]
-        weights = [load_file(each / "model.safetensors") for each in (whole, out)]
-        for name, value in weights[0].items():
-            assert torch.equal(value, weights[1][name]), name
+        assert_same(*(load_file(each / "model.safetensors") for each in (whole, out)))
         state = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())
         steps = [entry["step"] for entry in state["log_history"] if "loss" in entry]
         assert steps == [1, 2, 3, 4]  # the first two from the checkpoint

@@ -16,6 +16,7 @@ import transformers
 import yaml
 from data.chunks import write_chunked
 from paths import ROOT
+from tensors import assert_same
 from texts import documents
 
 from metis_hf import MetisTrainer, get_metis_model
@@ -110,8 +111,7 @@ def test_smoke(tmp_path):
         tmp_path / "checkpoint-4", dtype=torch.float32
     )
     assert saved.config.quantization_config.scheme == "nvidia"
-    for name, value in last.state_dict().items():
-        assert torch.equal(value, saved.state_dict()[name]), name
+    assert_same(saved, last)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from paths import ROOT
+from tensors import assert_same
 
 from metis_hf.noise import key_of
 from metis_hf.numerics import fake_quantize, relative_error
@@ -71,8 +72,7 @@ def test_a_warm_start_is_one_power_step_from_the_last_subspace():
     key = key_of("warm start")
     warm = study.WarmStarted(4, sample_frac=1.0)
     first = warm.split(before, key=key)
-    for found, expected in zip(first, study.Spectral(4, sample_frac=1.0).split(before, key=key)):
-        assert torch.equal(found, expected)
+    assert_same(first, study.Spectral(4, sample_frac=1.0).split(before, key=key))
     a, lam, v = warm.split(x, key=key)
     expected = torch.linalg.qr(x.T @ x @ first[2]).Q
     torch.testing.assert_close(v @ v.T, expected @ expected.T, rtol=0, atol=1e-5)

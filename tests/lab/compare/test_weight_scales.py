@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-import transformers
+from conftest import llama
+from tensors import assert_same
 
 from metis_hf.numerics import Quantizer
 
@@ -33,17 +34,12 @@ def test_each_row_has_its_own_best_share(study):
 
 
 def test_rows_by_hand(study):
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = llama(1).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ids = torch.randint(0, 64, (8, 16))
     rows = study.measure(model, ids)
     assert [row["scales"] for row in rows] == list(study.WAYS)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same(model, before)
     exact = study.losses(model, ids)
     weights = [model.get_parameter(n) for n in before if "proj" in n]
     noise = sum((Quantizer()(w.detach()) - w).square().sum().item() for w in weights)

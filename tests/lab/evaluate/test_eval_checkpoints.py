@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from conftest import SIZES, bert, llama
 from peft import LoraConfig, get_peft_model
+from tensors import logits
 
 from lab.evaluate.eval_tools import DATA, make_model, run, save
 from metis_hf import (
@@ -97,13 +99,12 @@ def test_both_precisions_are_what_they_say(scheme, options, name, method, tmp_pa
     converted = replace(dense, conversion=checkpoint.metis)
     assert (converted.scheme, converted.precisions("both")) == (name, ("scheme",))
     trained = make_model(scheme, **options)
-    with torch.no_grad():
-        quantized = checkpoint.load("scheme", "auto", CPU)(ids).logits
-        dense_model = checkpoint.load("dense", "auto", CPU)
-        dense = dense_model(ids).logits
-        assert torch.equal(quantized, trained(ids).logits)
-        assert torch.equal(dense, to_dense(trained)(ids).logits)
-    assert not torch.equal(quantized, dense)
+    quantized, dense_model = (checkpoint.load(each, "auto", CPU) for each in ("scheme", "dense"))
+    assert not quantized.training
+    assert not dense_model.training
+    assert not torch.equal(logits(quantized, ids), logits(dense_model, ids))
+    assert torch.equal(logits(quantized, ids), logits(trained, ids))
+    assert torch.equal(logits(dense_model, ids), logits(to_dense(trained), ids))
     assert not list(metis_layers(dense_model))
     assert checkpoint.load("scheme", "bfloat16", CPU).dtype == torch.bfloat16
 
@@ -115,8 +116,7 @@ def test_exports_load(tmp_path, tokenizer, ids):
     checkpoint = open_checkpoint(dense)
     assert (checkpoint.scheme, checkpoint.label) == ("dense", "dense")
     wanted = open_checkpoint(source).load("dense", "auto", CPU)
-    with torch.no_grad():
-        assert torch.equal(checkpoint.load("scheme", "auto", CPU)(ids).logits, wanted(ids).logits)
+    assert torch.equal(logits(checkpoint.load("scheme", "auto", CPU), ids), logits(wanted, ids))
     checkpoint.tokenizer()
 
 
@@ -160,16 +160,14 @@ def test_adapters(scheme, tmp_path, tokenizer, ids):
     assert (checkpoint.path, checkpoint.scheme) == (base, bare.scheme)
     assert checkpoint.label == "adapter"
     found = checkpoint.load("scheme", "float32", CPU)
-    with torch.no_grad():
-        assert torch.equal(found(ids).logits, model.eval()(ids).logits)
-        assert not torch.equal(found(ids).logits, bare.load("scheme", "float32", CPU)(ids).logits)
+    assert torch.equal(logits(found, ids), logits(model, ids))
+    assert not torch.equal(logits(found, ids), logits(bare.load("scheme", "float32", CPU), ids))
     assert checkpoint.fingerprint() != bare.fingerprint()
     checkpoint.tokenizer()
     both = open_checkpoints([base, tmp_path / "adapter"])
     assert [one.adapter is None for one in both] == [True, False]
     lm = MetisLM(str(tmp_path / "adapter"), device="cpu", dtype="float32")
-    with torch.no_grad():
-        assert torch.equal(lm.model(ids).logits, found(ids).logits)
+    assert torch.equal(logits(lm.model, ids), logits(found, ids))
 
 
 def test_an_adapter_over_a_plain_model_that_was_converted(tmp_path, tokenizer, ids):
@@ -183,11 +181,10 @@ def test_an_adapter_over_a_plain_model_that_was_converted(tmp_path, tokenizer, i
     assert checkpoint.scheme == "nvfp4"
     assert checkpoint.precisions("both") == ("scheme", "dense")
     assert checkpoint.precisions("dense") == ("dense",)
-    with torch.no_grad():
-        found = checkpoint.load("scheme", "auto", CPU)
-        assert torch.equal(found(ids).logits, model.eval()(ids).logits)
-        dense = checkpoint.load("dense", "auto", CPU)
-        assert not torch.equal(dense(ids).logits, found(ids).logits)
+    found = checkpoint.load("scheme", "auto", CPU)
+    assert torch.equal(logits(found, ids), logits(model, ids))
+    dense = checkpoint.load("dense", "auto", CPU)
+    assert not torch.equal(logits(dense, ids), logits(found, ids))
     assert next(metis_layers(dense), None) is None
     (tmp_path / "adapter/adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"without whole weights: no adapter_model\.safetensors"):
@@ -225,9 +222,8 @@ def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
     tokenizer.save_pretrained(tmp_path / "run")
     export_checkpoint(tmp_path / "run", tmp_path / "packed", format="compressed-tensors")
     checkpoint = open_checkpoint(tmp_path / "packed")
-    with torch.no_grad():
-        found = checkpoint.load("scheme", "float32", CPU)(ids).logits
-        expected = model.eval()(ids).logits
+    found = logits(checkpoint.load("scheme", "float32", CPU), ids)
+    expected = logits(model, ids)
     assert (found - expected).norm() < 1e-3 * expected.norm()
     lm = MetisLM(str(tmp_path / "packed"), device="cpu", dtype="float32")
     assert torch.equal(lm.model(ids).logits, found)
@@ -294,14 +290,10 @@ def test_refusals(tmp_path, tokenizer):
         open_checkpoint(bare)
 
 
-LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-         "num_attention_heads": 2}  # fmt: skip
-
-
 def test_a_checkpoint_without_a_head_is_refused(tmp_path):
     """Its head would be random; one that is tied to the embedding is known."""
     for tied in (False, True):
-        config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied)
+        config = llama(1, tie_word_embeddings=tied).config
         model = transformers.LlamaForSequenceClassification(config)
         get_metis_model(model, MetisConfig(scheme="metis", rank=8))
         model.save_pretrained(tmp_path / str(tied))
@@ -314,17 +306,15 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path):
 def test_an_encoder_is_refused(tmp_path):
     """Before it is loaded; the same model as a decoder is none."""
     for decoder in (False, True):
-        config = transformers.BertConfig(**LLAMA, is_decoder=decoder)
-        transformers.BertLMHeadModel(config).save_pretrained(tmp_path / str(decoder))
+        bert("LMHeadModel", is_decoder=decoder).save_pretrained(tmp_path / str(decoder))
     encoder, decoder = (open_checkpoint(tmp_path / name) for name in ("False", "True"))
     with pytest.raises(ValueError, match=r"a bert encoder: .*config\.json has is_decoder: true"):
         encoder.config()
     assert decoder.load("scheme", "auto", CPU).config.is_decoder
     # Models whose class does not read the field are causal, whatever a config.json carries.
-    config = transformers.GPTNeoXConfig(**LLAMA)
+    config = transformers.GPTNeoXConfig(**SIZES, num_hidden_layers=1)
     transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
-    config = transformers.LlamaConfig(**LLAMA, is_decoder=False)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    llama(1, is_decoder=False).save_pretrained(tmp_path / "llama")
     for name in ("neox", "llama"):
         assert json.loads((tmp_path / name / "config.json").read_text())["is_decoder"] is False
         open_checkpoint(tmp_path / name).config()

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from tensors import logits
 
 from lab.evaluate.eval_tools import DATA, make_model, make_tokenizer, results, run, save
 from metis_hf import MetisConfig, get_metis_model
@@ -74,9 +75,8 @@ def test_conversion_is_that_of_get_metis_model(folder):
     assert (one.scheme, control) == ("nvfp4", None)
     assert one.precisions("both") == one.precisions("scheme") == ("scheme",)
     ids = torch.arange(40)[None]
-    with torch.no_grad():
-        found = one.load("scheme", "auto", CPU)(ids).logits
-        assert torch.equal(found, get_metis_model(make_model(), config)(ids).logits)
+    found = logits(one.load("scheme", "auto", CPU), ids)
+    assert torch.equal(found, logits(get_metis_model(make_model(), config), ids))
 
 
 def test_trained_checkpoints_stay_as_they_are(folder):

@@ -15,6 +15,7 @@ from conftest import mixtral
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tensors import assert_same
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import main
@@ -97,8 +98,7 @@ class TestPlan:
         allocate_ranks(model, batches[:1], 0.6, tokens=512, ranks=RANKS)
         assert not list(metis_layers(model))
         assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, before[name])
+        assert_same(model, before)
 
     def test_more_budget_leaves_less(self, plan, batches):
         more = allocate_ranks(llama(), batches, 1.2, tokens=512, ranks=RANKS)
