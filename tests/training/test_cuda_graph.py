@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import VOCAB, llama
-from torch.utils.data import Dataset
+from tensors import assert_same
 from transformers import TrainerCallback
 
 from metis_hf import (
@@ -58,25 +58,16 @@ class Again:
         return play, loss
 
 
-class Rows(Dataset):
+def rows(count: int, lengths: tuple[int, ...] = (24,)) -> list[dict[str, torch.Tensor]]:
     """Sequences of random tokens; `lengths` of each batch of four."""
-
-    def __init__(self, count: int, lengths: tuple[int, ...] = (24,)) -> None:
-        draw = torch.Generator().manual_seed(0)
-        self.rows = [
-            torch.randint(0, VOCAB, (lengths[i // 4 % len(lengths)],), generator=draw)
-            for i in range(count)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+    draw = torch.Generator().manual_seed(0)
+    sizes = (lengths[i // 4 % len(lengths)] for i in range(count))
+    ids = [torch.randint(0, VOCAB, (size,), generator=draw) for size in sizes]
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="nvfp4", **changes):
-    """(losses of all steps, weights afterwards, trainer)."""
+    """(losses of all steps, model, trainer)."""
     fields = {name: changes.pop(name) for name in [*changes] if name.startswith("subspace")}
     model = converted(scheme, **fields)
     options = {
@@ -86,8 +77,8 @@ def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="nvf
     trainer = MetisTrainer(
         model=model,
         args=arguments(tmp_path / name, **options | changes),
-        train_dataset=Rows(64) if data is None else data,
-        eval_dataset=Rows(8),
+        train_dataset=rows(64) if data is None else data,
+        eval_dataset=rows(8),
         callbacks=[MetisCallback(health_interval=0), *callbacks],
         cuda_graphs=False,
     )
@@ -100,13 +91,16 @@ def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="nvf
     if recorder is not None:
         monkeypatched.undo()
         assert trainer.graphs is made
-    return losses(trainer), {k: v.clone() for k, v in model.state_dict().items()}, trainer
+    return losses(trainer), model, trainer
 
 
-def assert_same(one, other) -> None:
-    assert one[0] == other[0]
-    for name, value in one[1].items():
-        assert torch.equal(value, other[1][name]), name
+def recorded_as_plain(tmp_path, recorder=Again, *, plain=(), callbacks=(), **changes) -> StepGraphs:
+    """The recordings of a run that has the losses and weights of one without."""
+    expected = train(tmp_path, "plain", callbacks=plain, **changes)
+    found = train(tmp_path, "recorded", recorder, callbacks=callbacks, **changes)
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+    return found[2].graphs
 
 
 @pytest.mark.parametrize(
@@ -118,10 +112,7 @@ def assert_same(one, other) -> None:
     ],
 )
 def test_a_run_from_recordings_is_the_run(changes, tmp_path, caplog) -> None:
-    plain = train(tmp_path, "plain", **changes)
-    recorded = train(tmp_path, "recorded", Again, **changes)
-    assert_same(plain, recorded)
-    graphs = recorded[2].graphs
+    graphs = recorded_as_plain(tmp_path, **changes)
     assert graphs.recordings == 1
     micro_batches = changes["max_steps"] * changes.get("gradient_accumulation_steps", 1)
     assert graphs.record.played == micro_batches - cuda_graph.WARM_UP
@@ -150,10 +141,8 @@ def test_recordings_that_share_memory_spoil_no_gradient(tmp_path) -> None:
 
             return play_over_others, loss
 
-    changes = {"data": Rows(64, (24, 16)), "gradient_accumulation_steps": 2}
-    plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Shared))
-    assert recorded[2].graphs.recordings == 2
-    assert_same(plain, recorded)
+    changes = {"data": rows(64, (24, 16)), "gradient_accumulation_steps": 2}
+    assert recorded_as_plain(tmp_path, Shared, **changes).recordings == 2
 
 
 def test_parameters_that_start_to_train_are_recorded_anew(tmp_path) -> None:
@@ -161,12 +150,9 @@ def test_parameters_that_start_to_train_are_recorded_anew(tmp_path) -> None:
         def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
             model.model.layers[0].mlp.requires_grad_(state.global_step >= 5)
 
-    changes = {"max_steps": 9}
-    plain, recorded = (
-        train(tmp_path, str(r), r, callbacks=[Unfreeze()], **changes) for r in (None, Again)
-    )
-    assert_same(plain, recorded)
-    assert recorded[2].graphs.recordings == 2
+    each = [Unfreeze()]
+    graphs = recorded_as_plain(tmp_path, plain=each, callbacks=each, max_steps=9)
+    assert graphs.recordings == 2
 
 
 def test_measured_steps_run_in_python(tmp_path) -> None:
@@ -188,10 +174,9 @@ def test_measured_steps_run_in_python(tmp_path) -> None:
                 self.handle.remove()
 
     measuring = Measuring()
-    recorded = train(tmp_path, "recorded", Again, callbacks=[measuring], max_steps=10)
+    graphs = recorded_as_plain(tmp_path, callbacks=[measuring], max_steps=10)
     assert measuring.seen == 5
-    assert recorded[2].graphs.record.played == 5 - cuda_graph.WARM_UP
-    assert_same(train(tmp_path, "plain", max_steps=10), recorded)
+    assert graphs.record.played == 5 - cuda_graph.WARM_UP
 
 
 def test_what_cannot_be_recorded_runs_in_python(tmp_path, caplog) -> None:
@@ -204,9 +189,7 @@ def test_what_cannot_be_recorded_runs_in_python(tmp_path, caplog) -> None:
             run()  # gradients are there already
             raise RuntimeError("operation not permitted when stream is capturing\ndetails")
 
-    recorded = train(tmp_path, "recorded", Fails)
-    graphs = recorded[2].graphs
-    assert_same(train(tmp_path, "plain"), recorded)
+    graphs = recorded_as_plain(tmp_path, Fails)
     assert graphs.record.calls == 2  # with masks as in Python, and with what transformers makes
     assert graphs.refused is not None
     assert "not permitted when stream is capturing" in graphs.refused
@@ -217,11 +200,9 @@ def test_steps_with_and_without_a_search_of_subspaces(tmp_path) -> None:
     """One recording each; `subspace_interval=2` takes turns."""
     changes = {"scheme": "metis", "subspace_interval": 2, "subspace_refinements": 1}
     changes |= {"max_steps": 10, "gradient_accumulation_steps": 2}
-    plain = train(tmp_path, "plain", **changes)
-    recorded = train(tmp_path, "recorded", Again, **changes)
-    assert_same(plain, recorded)
-    assert recorded[2].graphs.recordings == 2
-    assert recorded[2].graphs.record.played == 20 - 2 * cuda_graph.WARM_UP
+    graphs = recorded_as_plain(tmp_path, **changes)
+    assert graphs.recordings == 2
+    assert graphs.record.played == 20 - 2 * cuda_graph.WARM_UP
 
 
 def test_scales_that_are_fixed_on_the_way(tmp_path) -> None:
@@ -238,12 +219,9 @@ def test_scales_that_are_fixed_on_the_way(tmp_path) -> None:
 
 
 def test_schemes_with_a_state_run_in_python(tmp_path) -> None:
-    changes = {"scheme": "smoothquant", "max_steps": 4}
-    recorded = train(tmp_path, "recorded", Again, **changes)
-    graphs = recorded[2].graphs
+    graphs = recorded_as_plain(tmp_path, scheme="smoothquant", max_steps=4)
     assert graphs.refused == "smoothquant keeps a state that changes with each step"
     assert graphs.record.played == 0
-    assert_same(train(tmp_path, "plain", **changes), recorded)
 
 
 def test_runs_that_cannot_be_recorded_are_refused(tmp_path, monkeypatch) -> None:

@@ -9,16 +9,14 @@ import torch
 from metis_hf import PrecisionSchedule, high_precision, set_precision
 from metis_hf.training import cuda_graph
 from metis_hf.training.cuda_graph import StepGraphs
-from training.test_cuda_graph import Again, Rows, assert_same, train
+from training.test_cuda_graph import Again, recorded_as_plain, rows
 from training.trainer_tools import converted
 
 
 def test_beyond_the_most_recordings_steps_run_in_python(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(cuda_graph, "MOST_RECORDINGS", 1)
-    changes = {"data": Rows(64, (24, 16)), "max_steps": 10}
-    plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Again))
-    assert_same(plain, recorded)
-    assert recorded[2].graphs.recordings == 1
+    graphs = recorded_as_plain(tmp_path, data=rows(64, (24, 16)), max_steps=10)
+    assert graphs.recordings == 1
     said = [r.getMessage() for r in caplog.records if "kinds of steps" in r.getMessage()]
     assert said == [
         "cuda_graphs: 1 kinds of steps are recorded, and each keeps the memory of a step; all "
@@ -27,15 +25,10 @@ def test_beyond_the_most_recordings_steps_run_in_python(tmp_path, monkeypatch, c
 
 
 def test_another_precision_has_its_recording(tmp_path) -> None:
-    def schedule() -> PrecisionSchedule:
-        return PrecisionSchedule(until=0.5, high_precision=("forward",))
-
-    changes = {"max_steps": 10}
-    plain, recorded = (
-        train(tmp_path, str(r), r, callbacks=[schedule()], **changes) for r in (None, Again)
-    )
-    assert_same(plain, recorded)
-    assert recorded[2].graphs.recordings == 2
+    schedules = ([PrecisionSchedule(until=0.5, high_precision=("forward",))] for _ in range(2))
+    plain, callbacks = schedules
+    graphs = recorded_as_plain(tmp_path, plain=plain, callbacks=callbacks, max_steps=10)
+    assert graphs.recordings == 2
 
 
 @pytest.fixture

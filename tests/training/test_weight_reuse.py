@@ -9,6 +9,7 @@ import torch
 from conftest import llama
 from design import cases
 from layers.layer_tools import FP4_STRUCTURES, layer_of
+from tensors import assert_same
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, reuse_weights
 from metis_hf.layers.gemm import GemmPlan
@@ -40,7 +41,7 @@ def encodings(monkeypatch):
     return calls
 
 
-def micro_batches(layer, dtype):
+def micro_batches(layer, dtype=torch.float32):
     """y and all gradients of two micro-batches, as one list."""
     layer.zero_grad()
     found = []
@@ -50,27 +51,29 @@ def micro_batches(layer, dtype):
             y = layer(x)
         y.float().square().sum().backward()
         found += [y.detach(), x.grad]
-    return found + [p.grad for p in layer.parameters()]
+    return found + [p.grad for p in layer.parameters() if p.requires_grad]
+
+
+def assert_reuse_changes_no_bit(layer, encodings, dtype=torch.float32):
+    """Leaves in `encodings` how weights were quantized that two micro-batches shared."""
+    fresh = copy.deepcopy(layer)  # a state has seen nothing of these micro-batches either
+    plain = micro_batches(layer, dtype)
+    assert encodings == ["quantize"] * 4  # fprop and dgrad of two micro-batches
+    encodings.clear()
+    with reuse_weights(fresh):
+        assert_same(micro_batches(fresh, dtype), plain)
+    assert fresh.reused_weight is None
 
 
 # The dtype is that of what is made of the codes.
 @cases({"scheme, mode": FP4_STRUCTURES}, rotated={"dtype": [torch.float32, torch.bfloat16]})
 def test_reusing_changes_no_bit(scheme, mode, dtype, encodings):
     _, layer = layer_of(scheme, mode, i=64, o=48)
-    every_time = ["quantize"] * 4  # fprop and dgrad of two micro-batches
-    start = copy.deepcopy(layer)
-    plain = micro_batches(layer, dtype)
-    assert encodings == every_time
-    layer = start  # a state has seen nothing of these micro-batches either
-    encodings.clear()
-    with reuse_weights(layer):
-        reused = micro_batches(layer, dtype)
-        if layer.scheme.fprop_weight.conditioner.needs_state:  # scales are those of the call
-            assert encodings == every_time
-        else:  # two where dgrad has a copy of its own
-            assert encodings in (["encode"], ["encode"] * 2)
-    assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
-    assert layer.reused_weight is None
+    assert_reuse_changes_no_bit(layer, encodings, dtype)
+    if layer.scheme.fprop_weight.conditioner.needs_state:  # scales are those of the call
+        assert encodings == ["quantize"] * 4
+    else:  # two where dgrad has a copy of its own
+        assert encodings in (["encode"], ["encode"] * 2)
 
 
 def test_static_scales_that_are_fixed(encodings):
@@ -79,12 +82,8 @@ def test_static_scales_that_are_fixed(encodings):
     layer.input_amax.fill_(2.0)
     layer.weight_amax.fill_(layer.weight.detach().abs().max())
     layer.scales_frozen.fill_(1)
-    plain = micro_batches(layer, torch.float32)
-    encodings.clear()
-    with reuse_weights(layer):
-        reused = micro_batches(layer, torch.float32)
+    assert_reuse_changes_no_bit(layer, encodings)
     assert encodings == ["encode"]
-    assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "metis"])
@@ -123,13 +122,8 @@ def test_factors_of_held_weights(options, training, encodings):
     """Corrections take them from the codes: the same bits, in either mode."""
     _, layer = layer_of("metis", i=64, o=48, **options)
     assert Role.FPROP_INPUT in layer.scheme.corrected
-    layer.train(training)
-    plain = micro_batches(layer, torch.float32)
-    encodings.clear()
-    with reuse_weights(layer):
-        reused = micro_batches(layer, torch.float32)
+    assert_reuse_changes_no_bit(layer.train(training), encodings)
     assert encodings == ["encode"]
-    assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
 
 
 def test_modes_of_a_layer_are_kept_apart():
@@ -170,8 +164,7 @@ def test_callback(accumulation, checkpointing, tmp_path, encodings, monkeypatch)
     if expected:
         assert encodings == ["encode"] * 2 * len(layers)
     assert all(layer.reused_weight is None for layer in layers.values())
-    for a, b in zip(plain.parameters(), reused.parameters()):
-        assert torch.equal(a, b)
+    assert_same(reused, plain)
 
 
 @pytest.mark.parametrize(("style", "held"), [(COLWISE, False), (WHOLE, True), (None, False)])
@@ -269,19 +262,9 @@ def test_frozen_weights(scheme, options, training):
     """As under adapters: what the backward pass draws is drawn anew in each call."""
     _, layer = layer_of(scheme, i=64, o=48, **options)
     layer.weight.requires_grad_(False)
-    layer.train(training)
-
-    def gradients():
-        found = []
-        for seed in range(2):
-            x = torch.randn(40, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-            layer(x).square().sum().backward()
-            found.append(x.grad)
-        return found
-
-    plain = gradients()
+    plain = micro_batches(layer.train(training))
     with reuse_weights(layer):
-        assert all(map(torch.equal, gradients(), plain))
+        assert_same(micro_batches(layer), plain)
 
 
 def test_copies_that_hooks_unpack_are_not_kept():
