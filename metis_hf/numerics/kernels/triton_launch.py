@@ -8,6 +8,7 @@ This module imports triton, so it is imported where it is used only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -66,13 +67,13 @@ class _Choices(NamedTuple):
     two_level: bool
     up: bool  # block scales are rounded up
     stochastic: bool
-    scaled: bool = True
-    same: bool = False  # minus is plus
-    packed: bool = False  # codes lie as `Packed` has them
-    rule: str = ""  # by which several scales are tried, or scales are corrected
-    to_code: float = 1.0  # over the code that amax gets
-    largest: float = 1.0  # that code times the scale of the tensor's largest block
-    by_row: bool = False  # rows have an outer scale each
+    scaled: bool
+    same: bool  # minus is plus
+    packed: bool  # codes lie as `Packed` has them
+    rule: str  # by which several scales are tried, or scales are corrected
+    to_code: float  # over the code that amax gets
+    largest: float  # that code times the scale of the tensor's largest block
+    by_row: bool  # rows have an outer scale each
 
 
 def fake_quantize(
@@ -100,8 +101,8 @@ def fake_quantize(
     same = low is not None or (minus is not None and minus is plus)
     # One variant fewer where it makes no difference.
     scaled = scaled or not quantizer.two_level
-    choices = _choices(quantizer, x, dim)._replace(scaled=scaled, same=same)
-    choices = choices._replace(by_row=amax is None and quantizer.has_row_scales(x, dim))
+    by_row = amax is None and quantizer.has_row_scales(x, dim)
+    choices = _choices(quantizer, _is_last(x, dim), scaled, same, by_row=by_row)
     minus, plus = (None if t is None else t.contiguous() for t in (minus, plus))
     matrix = readable(x) if low else matrix_of(x, not choices.rows, groups)
     shape = x.shape if groups is None else _padded(x.shape, dim)
@@ -120,7 +121,7 @@ def store(
     x: Tensor, quantizer: QuantizerDefinition, *, dim: int, key: noise.Key | int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `kernels.store`; arguments as in `fake_quantize`. Codes of NaN are arbitrary."""
-    choices = _choices(quantizer, x, dim)
+    choices = _choices(quantizer, _is_last(x, dim))
     matrix = matrix_of(x, not choices.rows)
     rows, columns = matrix.shape
     lines, length = (rows, columns) if choices.lanes else (columns, rows)
@@ -194,8 +195,7 @@ def _pack(
     """Return packed codes, and values in `dtype`, in the form that they are written in."""
     tile = quantizer.tile
     by_row = amax is None and quantizer.has_row_scales(x, dim)
-    choices = _choices(quantizer, x, dim)._replace(packed=True, by_row=by_row, scaled=scaled)
-    choices = choices._replace(same=low is not None)
+    choices = _choices(quantizer, _is_last(x, dim), scaled, low is not None, True, by_row)
     x = readable(x)
     whole_minus = None if minus is None else minus.contiguous()
     # Rows of less than a block are made whole by the kernel.
@@ -287,9 +287,21 @@ def _padded(shape: Sequence[int], dim: int) -> tuple[int, int]:
     return blocks_in(rows) * BLOCK, columns
 
 
-def _choices(quantizer: QuantizerDefinition, x: Tensor, dim: int) -> _Choices:
+def _is_last(x: Tensor, dim: int) -> bool:
+    return dim % x.dim() == x.dim() - 1
+
+
+@functools.cache
+def _choices(
+    quantizer: QuantizerDefinition,
+    last: bool,
+    scaled: bool = True,
+    same: bool = False,
+    packed: bool = False,
+    by_row: bool = False,
+) -> _Choices:
+    """Return the choices for blocks along the last dimension, or along another one."""
     square = quantizer.tile is Tile.SQUARE
-    last = dim % x.dim() == x.dim() - 1
     rule = quantizer.scale_rule
     return _Choices(
         square or last,
@@ -297,10 +309,20 @@ def _choices(quantizer: QuantizerDefinition, x: Tensor, dim: int) -> _Choices:
         bool(quantizer.two_level),
         quantizer.scale_rounding is ScaleRounding.UP,
         quantizer.rounding is Rounding.STOCHASTIC,
-        rule=rule.value if rule in (ScaleRule.EDEN, *TRIED_SCALES) else "",
-        to_code=1 / largest_code(quantizer.fmt, rule),
-        largest=largest_value(quantizer.fmt, rule),
+        scaled,
+        same,
+        packed,
+        rule.value if rule in (ScaleRule.EDEN, *TRIED_SCALES) else "",
+        1 / largest_code(quantizer.fmt, rule),
+        largest_value(quantizer.fmt, rule),
+        by_row,
     )
+
+
+@functools.cache
+def _constants(choices: _Choices) -> dict[str, Any]:
+    """Return the choices as a kernel's arguments."""
+    return {name.upper(): choice for name, choice in choices._asdict().items()}
 
 
 def _outer_of(
@@ -352,5 +374,5 @@ def _write(
         word1=words[1],
         blocks=outer.blocks,
         per_row=outer.per_row,
-        **{name.upper(): choice for name, choice in choices._asdict().items()},
+        **_constants(choices),
     )
