@@ -13,7 +13,6 @@ from layers.layer_tools import Exact
 
 from metis_hf.noise import Key
 from metis_hf.numerics import MXFP4, Quantizer
-from metis_hf.operands import Hadamard
 from metis_hf.operands.conditioners.mean import MeanRemoved, row_mean
 from metis_hf.operands.conditioners.rotated import FullHadamard, RandomKronecker
 from metis_hf.transforms import rotate, unrotate
@@ -268,21 +267,6 @@ class TestMean:
         torch.testing.assert_close(row_mean(poisoned, mask), x[:30].mean(0, keepdim=True))
         nobody = torch.zeros(40, dtype=torch.bool)
         torch.testing.assert_close(row_mean(x, nobody), x.mean(0, keepdim=True))
-
-    def test_padding_of_a_rotation_has_no_mean(self):
-        """Of 37 tokens 11 rows of padding: rounding errors only, however large the mean is."""
-        x, quantizer = matrix((37, 48)) + 100, Quantizer()
-        conditioner = MeanRemoved(Hadamard(3))
-        x_hat = conditioner(x, quantizer, dim=0, key=Key(1))
-        assert x_hat.shape == (48, 48)
-        rest = Hadamard(3)(x - x.mean(0), quantizer, dim=0, key=Key(1).fold(3))
-        assert torch.equal(x_hat[37:], rest[37:])
-        mean_hat = quantizer(x.mean(0, keepdim=True), key=Key(1).fold(1))
-        assert torch.equal(x_hat[:37], rest[:37] + mean_hat)
-        encoded = conditioner.encode(x, quantizer, dim=0, key=Key(1))
-        for dtype in (torch.float32, torch.bfloat16):
-            decoded = conditioner.decode(encoded, quantizer, dim=0, shape=(37, 48), dtype=dtype)
-            assert torch.equal(decoded, x_hat.to(dtype))
 
 
 class TestBlocks:

@@ -20,9 +20,11 @@ from layers.layer_tools import (
     NEAREST,
 )
 
-from metis_hf import MetisConfig, scheme_names
+from metis_hf import MetisConfig
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.operands import Hadamard, Quantized
+from metis_hf.operands import (
+    Quantized,
+)
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.transforms.hadamard import hadamard_matrix
 from operands.operand_reference import expected_results, has_rank, rank_of, run
@@ -137,15 +139,6 @@ def test_signs_of_the_rotation_are_random():
         signs.append(np.sign(array(hadamard_matrix(rotations.pop().seed))[0]))
     assert len({tuple(s) for s in signs}) > 60  # of 2^16, 64 draws hardly ever repeat one
     assert abs(np.sum(signs)) < 4 * np.size(signs) ** 0.5
-
-
-def test_operands_of_a_gemm_share_their_rotation_in_blocks():
-    """So that it cancels in hardware, which multiplies rotated codes."""
-    for scheme in scheme_names():
-        operands = [build_scheme(MetisConfig(scheme=scheme), IN, OUT).resolve(r)[1] for r in Role]
-        turned = [getattr(each.conditioner, "inner", each.conditioner) for each in operands]
-        for pair in zip(turned[::2], turned[1::2]):
-            assert len({c.seed for c in pair if isinstance(c, Hadamard)}) <= 1, scheme
 
 
 def test_the_error_of_a_scaled_operand_is_that_of_the_product_with_its_scale():
