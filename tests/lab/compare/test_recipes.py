@@ -24,6 +24,7 @@ from metis_hf.data import corpus
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.cost import meta_model
+from metis_hf.lab.step_time import about
 from metis_hf.schemes import registry
 from metis_hf.shared.locks import hold_directory
 from metis_hf.training import cuda_graph
@@ -153,7 +154,10 @@ def test_sizes_are_those_of_compare_and_of_the_page(name, launch, monkeypatch):
     model = meta_model(config)
     original = sum(p.numel() for p in model.parameters())
     converted = get_metis_model(model).metis_report.converted_params
-    row = f"| {name} | {original:,} | {converted:,} | 524,288 | 190,735 |"
+    plan = json.loads(launch("--dry-run", "--json", "--world-size", "8", *FILES[name]))
+    days = about(plan["steps"] * plan["seconds"]["h200"]["by Python"])
+    memory = f"{sum(plan['memory']['FSDP2'].values()) / 2**30:.1f} GiB"
+    row = f"| {name} | {original:,} | {converted:,} | 190,735 | {days} | {memory} |"
     assert row in (ROOT / "recipes/README.md").read_text()
 
 
