@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from metis_hf.shared.texts import utf8_text
+
 Imports = Annotated[
     list[str] | None,
     typer.Option(
@@ -65,12 +67,5 @@ def split_names(text: str) -> list[str]:
 def utf8_file(path: Path | None) -> Path | None:
     """Return the path of a text, which is refused if it is no UTF-8; a callback of typer."""
     if path is not None and path.is_file():
-        with path.open(encoding="utf-8") as lines:
-            try:
-                for _ in lines:
-                    pass
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{path} is not UTF-8 text ({error}); give a text file, or convert it"
-                ) from None
+        utf8_text(path)
     return path

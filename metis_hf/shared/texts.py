@@ -34,4 +34,6 @@ def utf8_text(path: Path, encoding: str = "utf-8") -> str:
     try:
         return path.read_text(encoding)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error}); give a text file, or convert it"
+        ) from None
