@@ -7,8 +7,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from metis_hf.lab.compare.statistics import Interval, Summary
 from metis_hf.lab.show.table import (
@@ -19,6 +18,9 @@ from metis_hf.lab.show.table import (
     terminal_table,
 )
 from metis_hf.schemes import CONTROL
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _CROWDED = 8  # rows; more are sorted by loss
 # Columns of a terminal by their worth, by how titles begin; tasks stand before the last two.
