@@ -9,6 +9,7 @@ import torch.distributed as dist
 import transformers
 from conftest import gpt2, llama, mixtral
 from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule
 
 from metis_hf import (
     DistillTrainer,
@@ -134,13 +135,15 @@ def noise(engine, out):
 
 
 class Spy(transformers.TrainerCallback):
-    """At each step's end: the unquantized loss of one batch, the moments and the parameters."""
+    """After each step: the unquantized loss of one batch, the moments and the parameters."""
 
     def __init__(self):
         self.losses, self.moments, self.states = {}, {}, {}
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
-        step = state.global_step
+        self.look(state.global_step, model, optimizer)
+
+    def look(self, step, model, optimizer):
         # Of the weights themselves: what they are quantized to changes with the factors.
         set_precision(model, high_precision=("forward", "backward"))
         with torch.no_grad():
@@ -155,10 +158,23 @@ class Spy(transformers.TrainerCallback):
         self.states[step] = full_state(model)
 
 
+class SpyBefore(Spy):
+    """The same before any callback's end of a step, where MetisCallback is the first."""
+
+    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.look(state.global_step + 1, model, optimizer)
+        for module in model.modules():  # or the gradients of units that stay whole are not cleared
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def on_step_end(self, *args, **kwargs):
+        pass
+
+
 def refreshing(engine, out):
     """Trainer with a refresh at steps 2 and 4."""
     model = build(**NOISELESS, refresh_interval=2)
-    before, after = Spy(), Spy()
+    before, after = SpyBefore(), Spy()
     callbacks = [before, MetisCallback(health_interval=0), after]
     trainer = make_trainer(engine, out, model, callbacks=callbacks, cls=transformers.Trainer)
     trainer.train()
