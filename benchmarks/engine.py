@@ -12,31 +12,30 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from answers import ENGINE, WRITER, ask, beside, greedy, holds, logprobs, served
 from safetensors.torch import load_file
 from timing import Row, before_start, parse, program_arguments, table, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from writers import over_models, written
 
 from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed
+from metis_hf.data.corpus import stdlib_documents
 from metis_hf.deploy import export_checkpoint
 
-ENGINE = Path(__file__).resolve().parent.parent / ".engine" / "bin" / "python"
-WRITER = ENGINE.parent.parent / "writer" / "bin" / "python"  # of llm-compressor
 MISSING = "vLLM is not in .engine; run `make engine`, which installs it there"
-# vLLM rounds to BF16 in other places than we do. 1.16 was seen; 1.26 where inputs stay unquantized.
-BOUND = 1.2
 SMOLLM2, LORA_BASE = "SmolLM2-135M", "Llama"
-PROMPTS, LENGTH, NEW = 16, 256, 16  # prompts, their tokens, tokens to generate
+PROMPTS, LENGTH = 16, 256  # prompts, their tokens
 STEPS, ITEMS = 150, 50  # of training; of PIQA
 E4M3 = torch.float8_e4m3fn
 SIZES = {
@@ -68,6 +67,16 @@ def prose() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
+def sources() -> str:
+    """Two modules of the standard library: another text that every Python installation has."""
+    return "\n\n".join(document.text for document in stdlib_documents()[:2])
+
+
+def cut(ids: Sequence[int]) -> Tensor:
+    """Token ids in rows of LENGTH."""
+    return torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
+
+
 def tiny(name: str, rows: Tensor) -> PreTrainedModel:
     """Train a small model for a few seconds on rows of bytes, so that its losses are not flat."""
     family, own, _ = MODELS[name]
@@ -80,61 +89,6 @@ def tiny(name: str, rows: Tensor) -> PreTrainedModel:
         optimizer.step()
         optimizer.zero_grad()
     return model
-
-
-@torch.no_grad()
-def logprobs(model: PreTrainedModel, prompts: Tensor) -> Tensor:
-    """Log-probabilities [p n-1] of the tokens after the first of prompts [p n]."""
-    logits = (model.eval()(input_ids=row[None]).logits[0, :-1].float() for row in prompts)
-    found = [each.log_softmax(-1).gather(1, row[1:, None]) for each, row in zip(logits, prompts)]
-    return torch.stack(found)[..., 0]
-
-
-def beside(found: Tensor, exact: Tensor) -> Row:
-    """Log-probabilities beside others: losses, their difference, and single tokens'."""
-    apart = (exact - found).flatten()
-    return {
-        "loss": -found.mean().item(),
-        "difference": apart.mean().item(),
-        "error": (apart.std() / len(apart) ** 0.5).item(),
-        "rms": apart.square().mean().sqrt().item(),
-        "largest": apart.abs().max().item(),
-    }
-
-
-def holds(found: Row, own: Row) -> bool:
-    """Whether a computation is as near to ours in fp32 as ours in BF16 is, but for chance."""
-    loss = abs(own["difference"]) + 3 * found["error"]
-    return abs(found["difference"]) <= loss and found["rms"] <= BOUND * own["rms"]
-
-
-@torch.no_grad()
-def greedy(model: PreTrainedModel, prompt: Tensor, theirs: list[int]) -> Row:
-    """Tokens that agree before the first that does not, and what the model gives up by theirs."""
-    own = model.generate(prompt[None], max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-    same = (own[0, len(prompt) :] == torch.tensor(theirs)).long().cumprod(0).sum().item()
-    ids = torch.cat([prompt, torch.tensor(theirs)])[None]
-    given = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-    lost = given.amax(-1) - given.gather(1, torch.tensor(theirs)[:, None])[:, 0]
-    return {"same": same, "of": NEW, "most_given_up": lost.max().item()}
-
-
-def ask(request: Row, python: Path = ENGINE) -> Any:
-    """What in_engine.py answers."""
-    done = subprocess.run(
-        [str(python), str(Path(__file__).with_name("in_engine.py"))],
-        input=json.dumps(request, default=str),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout)
-
-
-def served(prompts: Tensor, models: list[list[Path | None]], layers: Path | None = None) -> Row:
-    """What vLLM answers for directories, each with an adapter's or none."""
-    return ask({"prompts": prompts.tolist(), "new": NEW, "models": models, "layers": layers})
 
 
 def case(
@@ -153,14 +107,15 @@ def case(
     row: Row = {"model": name, "tokens": exact.numel()}
     try:
         export_checkpoint(folder / "metis", packed, format="compressed-tensors")
+        export_checkpoint(folder / "metis", folder / "modelopt", format="modelopt")
     except ValueError as error:
         return row | {"refused": str(error)}
-    layers = folder / "layers.safetensors"
+    layers, paths = folder / "layers.safetensors", (packed, dense, folder / "modelopt")
     try:
-        answered = served(prompts, [[packed, None], [dense, None]], layers)
+        answered = served(prompts, [[path, None] for path in paths], layers)
     except RuntimeError as error:
-        return row | {"refused": [line for line in str(error).splitlines() if "Error" in line][-1]}
-    of_packed, of_dense = answered["answers"]
+        return row | {"refused": said_last(error)}
+    of_packed, of_dense, of_modelopt = answered["answers"]
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)
     ours = load_packed(packed, dtype=torch.float32)
     quantized = logprobs(ours, prompts)
@@ -184,9 +139,30 @@ def case(
             "vllm": beside(torch.tensor(of_dense["logprobs"]), exact),
             "transformers_bf16": beside(logprobs(load(dense), prompts), exact),
         },
+        "modelopt_equal": of_modelopt == of_packed,
         "greedy": greedy(ours, prompts[0], of_packed["greedy"]),
         "layers": layer_errors(packed, theirs, load_file(layers)),
     }
+
+
+def said_last(error: RuntimeError) -> str:
+    """The error that ended vLLM, from all that it wrote."""
+    lines = [line for line in str(error).splitlines() if "Error" in line]
+    return lines[-1].removeprefix("[rank0]: ")
+
+
+def weights_alone(folder: Path, prompts: Tensor) -> str:
+    """What vLLM says of the dense model of a folder in W4A16."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
+    get_metis_model(model, MetisConfig(scheme="w4a16"))
+    calibrate(model, prompts.split(4))
+    model.save_pretrained(folder / "metis-w4a16")
+    export_checkpoint(folder / "metis-w4a16", folder / "w4a16", format="compressed-tensors")
+    try:
+        served(prompts, [[folder / "w4a16", None]])
+    except RuntimeError as error:
+        return said_last(error)
+    return "runs"
 
 
 # vLLM's name of layers that it runs as one -> their names in the checkpoint.
@@ -290,45 +266,6 @@ def piqa(packed: Path, file: Path) -> Row:
     }
 
 
-def written(folder: Path, rows: Tensor, prompts: Tensor) -> Row:
-    """Our W4A4 checkpoint of a dense model beside llm-compressor's, both of the same rows."""
-    theirs, ours = folder / "llm-compressor", folder / "amax"
-    version = ask({"compress": folder / "dense", "out": theirs, "rows": rows.tolist()}, WRITER)
-    model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
-    get_metis_model(model, MetisConfig(scheme="w4a4"))
-    calibrate(model, rows.split(4), method="amax")  # as llm-compressor does
-    model.save_pretrained(folder / "metis-amax")
-    export_checkpoint(folder / "metis-amax", ours, format="compressed-tensors")
-    a, b = (load_file(path / "model.safetensors") for path in (ours, theirs))
-    both = sorted(a.keys() & b.keys())
-    equal, ratios = defaultdict(list), defaultdict(list)
-    for key in both:
-        kind = key.rpartition(".")[2]
-        equal[kind].append((a[key].float() == b[key].float()).float().mean().item())
-        if kind.endswith("_global_scale"):
-            ratios[kind].append((a[key] / b[key]).item())
-    configs = (json.loads((p / "config.json").read_text()) for p in (ours, theirs))
-    losses = (-logprobs(load_packed(p, dtype=torch.float32), prompts) for p in (ours, theirs))
-    return version | {
-        "tensors": len(both),
-        "other_keys": sorted(a.keys() ^ b.keys()),
-        "other_types": [k for k in both if (a[k].dtype, a[k].shape) != (b[k].dtype, b[k].shape)],
-        "other_config": other(*(config["quantization_config"] for config in configs)),
-        "equal": {kind: statistics.mean(values) for kind, values in equal.items()},
-        "ours_over_theirs": {kind: [min(each), max(each)] for kind, each in ratios.items()},
-        "loss": dict(zip(("ours", "llm_compressor"), (each.mean().item() for each in losses))),
-    }
-
-
-def other(ours: Any, theirs: Any, where: str = "") -> Row:
-    """Entries of two configs that differ, by path."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        keys = sorted(ours.keys() | theirs.keys())
-        found = (other(ours.get(k), theirs.get(k), f"{where}.{k}".lstrip(".")) for k in keys)
-        return {path: pair for each in found for path, pair in each.items()}
-    return {} if ours == theirs else {where: [ours, theirs]}
-
-
 def markdown(record: Row) -> str:
     """The table of the record."""
     cells = []
@@ -364,33 +301,42 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     record: Row = {"machine": before_start(), "rows": []}
-    ids = torch.tensor(list(prose().encode("utf-8")))
-    rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+    rows, code = (cut(list(text().encode("utf-8"))) for text in (prose, sources))
     prompts = rows[-PROMPTS:]
+    compared: list[Row] = []
+    record["llm-compressor"] = {"models": compared}
+
+    def compare(name: str, folder: Path, rows: Tensor, texts: dict[str, Tensor]) -> None:
+        compared.append({"model": name, **written(folder, rows, texts)})
+        write(args.out, "engine", record)
+
     with tempfile.TemporaryDirectory() as work:
-        for name, (_, _, own) in MODELS.items():
+        for name, (family, _, own) in MODELS.items():
             if args.quick and name != LORA_BASE:
                 continue
             folder = Path(work) / name
-            row = case(name, tiny(name, rows), folder, rows[:32], prompts, **own)
-            record["rows"].append(row)
+            record["rows"].append(case(name, tiny(name, rows), folder, rows[:32], prompts, **own))
+            write(args.out, "engine", record)
             if name == LORA_BASE:
                 record["adapter"] = adapter_case(folder, rows, prompts)
-            write(args.out, "engine", record)
-        of_base = Path(work) / LORA_BASE, rows[:32], prompts
+                record["w4a16"] = weights_alone(folder, prompts)
+            if family != "Qwen3Moe":
+                compare(name, folder, rows[:32], {"prose": prompts, "code": code[:PROMPTS]})
+        record["llm-compressor"]["over_tiny"] = over_models(compared)
         if args.smollm2 is not None:
             tokenizer = AutoTokenizer.from_pretrained(args.smollm2)
-            ids = torch.tensor(tokenizer(prose()[-200_000:])["input_ids"])
-            rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+            rows, code = (
+                cut(tokenizer(text)["input_ids"]) for text in (prose()[-200_000:], sources())
+            )
+            prompts = rows[-PROMPTS:]
             model = AutoModelForCausalLM.from_pretrained(args.smollm2, dtype=torch.float32)
             folder = Path(work) / SMOLLM2
-            record["rows"].append(case(SMOLLM2, model, folder, rows[:4], rows[-PROMPTS:]))
+            record["rows"].append(case(SMOLLM2, model, folder, rows[:4], prompts))
             write(args.out, "engine", record)
+            compare(SMOLLM2, folder, rows[:4], {"prose": prompts, "code": code[:PROMPTS]})
             if args.piqa is not None:
                 tokenizer.save_pretrained(folder / "packed")
                 record["lm-eval"] = piqa(folder / "packed", args.piqa)
-                write(args.out, "engine", record)
-        record["llm-compressor"] = written(*of_base)
     print(markdown(record))
     write(args.out, "engine", record)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +13,26 @@ import engine
 import pytest
 import report
 import torch
+import writers
+from conftest import VOCAB, llama
 from forked import python
 from paths import ROOT
+from safetensors.torch import load_file, save_file
+
+from metis_hf import MetisConfig, calibrate, get_metis_model
+from metis_hf.deploy import export_checkpoint
 
 BENCHMARKS = Path(engine.__file__).parent
 RECORD = json.loads((BENCHMARKS / "results/engine.json").read_text())
 RAN = [row for row in RECORD["rows"] if "refused" not in row]
+WRITTEN = RECORD["llm-compressor"]["models"]
 
 
 def test_every_case_is_in_the_record():
     assert [row["model"] for row in RECORD["rows"]] == [*engine.MODELS, engine.SMOLLM2]
     assert {row["model"] for row in RECORD["rows"] if "refused" in row} <= {"Qwen3-MoE"}
+    dense = [row["model"] for row in RECORD["rows"] if "MoE" not in row["model"]]
+    assert [row["model"] for row in WRITTEN] == dense
 
 
 @pytest.mark.parametrize("row", RAN, ids=lambda row: row["model"])
@@ -33,6 +43,7 @@ def test_vllm_is_within_the_bound_and_an_engine_that_leaves_inputs_alone_is_not(
     assert engine.holds(row["dense"]["vllm"], row["dense"]["transformers_bf16"])
     # vLLM's greedy token can only win where its errors outweigh what our model prefers.
     assert row["greedy"]["most_given_up"] <= 2 * found["vllm"]["largest"]
+    assert row["modelopt_equal"]  # it answers the same, to the bit, for ModelOpt's layout
 
 
 def test_an_adapter_is_served_and_counts():
@@ -41,9 +52,17 @@ def test_an_adapter_is_served_and_counts():
     assert not engine.holds(found["without"], found["ours_bf16"])
 
 
-def test_llm_compressor_writes_the_same_tensors():
+def test_vllm_stops_on_a_cpu_where_the_guide_says_so():
+    page = (ROOT / "docs/finetuning.md").read_text()
+    assert "stops at packed experts | stops: it asks for Marlin |" in page
+    (experts,) = (row["refused"] for row in RECORD["rows"] if "refused" in row)
+    assert "MoE backend" in experts
+    assert "Marlin" in RECORD["w4a16"]
+
+
+@pytest.mark.parametrize("found", WRITTEN, ids=lambda row: row["model"])
+def test_llm_compressor_writes_the_same_tensors(found):
     """Its config has the names of its observers too; its scales of weights use all of E4M3."""
-    found = RECORD["llm-compressor"]
     assert found["tensors"] > 0
     assert not found["other_keys"]
     assert not found["other_types"]
@@ -52,6 +71,30 @@ def test_llm_compressor_writes_the_same_tensors():
     low, high = found["ours_over_theirs"]["weight_global_scale"]
     bf16 = 2**-8  # it divides in BF16
     assert 4 / 7 * (1 - 2 * bf16) <= low <= high <= 4 / 7 * (1 + 2 * bf16)
+
+
+def test_tensors_are_exchanged_by_kind(tmp_path):
+    """Of two checkpoints that differ in the scales of inputs alone."""
+    prompts = torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(1))
+    model = llama()
+    dense = {key: value.clone() for key, value in model.state_dict().items()}
+    calibrate(get_metis_model(model, MetisConfig(scheme="w4a4")), [prompts])
+    model.save_pretrained(tmp_path / "metis")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    export_checkpoint(tmp_path / "metis", ours, format="compressed-tensors")
+    shutil.copytree(ours, theirs)
+    changed = {
+        key: value / 8 if key.endswith("input_global_scale") else value
+        for key, value in load_file(ours / writers.FILE).items()
+    }
+    save_file(changed, theirs / writers.FILE, {"format": "pt"})
+    found = writers.exchanged(ours, theirs, dense, {"text": prompts})
+    losses, errors = found["losses"]["text"], found["weight_error"]
+    assert losses.keys() == {"ours", "inputs", "all"}  # no other tensor differs
+    assert losses["inputs"] == losses["all"]
+    assert losses["inputs"]["rms"] > 0
+    assert errors["ours"] == errors["llm_compressor"]
+    assert 0.07 < errors["ours"] ** 0.5 < 0.1  # of normal weights
 
 
 def test_a_bound_that_nothing_else_passes():
@@ -89,6 +132,31 @@ def test_numbers_of_the_docs_are_the_record_s():
         f"{100 * layers['compressed_tensors']:.1f} % from exact arithmetic",
         f"vLLM's and ours by {100 * layers['vllm']:.2f} %",
         f"{layers['ours_equal_vllm']} of {layers['count']} layers",
+    ):
+        assert said in page, said
+
+
+def test_numbers_beside_the_table_are_the_record_s():
+    page = re.sub(r"\s+", " ", (BENCHMARKS / "README.md").read_text())
+    right = RECORD["lm-eval"]["right"]
+    llama, tied = (row["losses"]["prose"]["all"]["difference"] for row in WRITTEN[:2])
+    tiny, (big,) = RECORD["llm-compressor"]["over_tiny"], WRITTEN[-1:]
+    squared = [e["llm_compressor"] / e["ours"] for e in (row["weight_error"] for row in WRITTEN)]
+
+    def pair(kind):
+        cells = (tiny[text][kind] for text in ("prose", "code"))
+        return [f"{cell['mean']:+.4f} ± {cell['error']:.4f}" for cell in cells]
+
+    both = [big["losses"][text]["all"] for text in ("prose", "code")]
+    for said in (
+        f"{right['vllm']} right through vLLM, {right['ours_fp32']} through our own model in fp32 "
+        f"and {right['ours_bf16']} in BF16",
+        f"{-llama:.3f} lower with its tensors, the tied one's {tied:.3f} higher".replace("0.", "."),
+        "{} beyond ours on the Python reference and {} on code".format(*pair("all")),
+        "its weights alone {} and {}".format(*pair("weights")),
+        "its input scales alone {} and {}".format(*pair("inputs")),
+        "{} and {}".format(*(f"{each['difference']:+.3f} ± {each['error']:.3f}" for each in both)),
+        f"{min(squared):.2f} to {max(squared):.2f} times our squared error",
     ):
         assert said in page, said
 
