@@ -211,11 +211,11 @@ def test_scales_that_are_fixed_on_the_way(tmp_path) -> None:
             if state.global_step == 5:
                 freeze_scales(model)
 
-    changes = {"scheme": "w4a4", "max_steps": 8, "callbacks": [Fix()]}
-    plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Again))
-    assert_same(plain, recorded)
-    assert recorded[2].graphs.recordings == 1
-    assert recorded[2].graphs.refused is None
+    graphs = recorded_as_plain(
+        tmp_path, scheme="w4a4", max_steps=8, plain=[Fix()], callbacks=[Fix()]
+    )
+    assert graphs.recordings == 1
+    assert graphs.refused is None
 
 
 def test_schemes_with_a_state_run_in_python(tmp_path) -> None:
