@@ -26,7 +26,8 @@ _RELEASES = [(3, minor) for minor in range(6, 10)]  # in which a compiled kernel
 _ALIGNED = 16  # bytes of a pointer, and units of an integer, that Triton looks at
 
 _compiled: dict[Hashable, Any] = {}
-_describers: dict[Any, Callable[..., tuple[Hashable, tuple[Any, ...], int]]] = {}  # by kernel
+# By the kernel's id: the kernel, which keeps the id its own, and what describes its arguments.
+_describers: dict[int, tuple[Any, Callable[..., tuple[Hashable, tuple[Any, ...], int]]]] = {}
 _usable = (
     torch.version.hip is None
     and tuple(int(part) for part in triton.__version__.split(".")[:2]) in _RELEASES
@@ -48,10 +49,10 @@ def launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **argume
     if not isinstance(kernel, triton.JITFunction):  # it is interpreted
         _launch_ordinary(kernel, grid, options, arguments, id(kernel))
         return
-    describe = _describers.get(id(kernel))
-    if describe is None:
-        describe = _describers[id(kernel)] = _describer(kernel)
-    key, values, device = describe(**arguments)
+    found = _describers.get(id(kernel))
+    if found is None:
+        found = _describers[id(kernel)] = kernel, _describer(kernel)
+    key, values, device = found[1](**arguments)
     key = id(kernel), device, key
     if device < 0 or device == torch.cuda.current_device():
         _launch_compiled(kernel, grid, options, arguments, key, values)
