@@ -19,47 +19,48 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels.epilogue import multiply_columns
-from metis_hf.operands import Quantized
+from metis_hf.operands import LowRank, Quantized
 
 
-def correct(
-    out: Tensor,
+def term_of(
+    x: Tensor,
+    x_hat: Quantized,
+    other: LowRank,
     quantizer: Quantizer,
-    error: Tensor,
-    other: tuple[Tensor, Tensor, Tensor],
     *,
     on_right: bool = False,
     key: Key,
     dtype: torch.dtype,
-) -> None:
-    """Add to a GEMM's output [m p], in place, what rounding took off one of its operands.
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of what rounding took off one operand of a GEMM, times the other operand.
 
     Args:
-        out: [m p]
-        quantizer: the operand's.
-        error: what rounding took off it [m n].
-        other: the low-rank part of the other operand [n p]: [n k], lengths [k], [k p].
-        on_right: whether it is the operand on the right; out is [p m] then.
+        x: what was quantized [m n], as the GEMM takes it: on the left, or the transpose if
+            `on_right`.
+        x_hat: the operand that was made of it, transposed likewise.
+        other: the low-rank part of the other operand [n p]; of its transpose if `on_right`.
+        quantizer: of the coordinates.
+        on_right: whether the operand is on the right: the term is [p m] then, else [m p].
         key: noise key of the coordinates.
         dtype: of the GEMM.
+
+    Returns:
+        [m k] and [k p]; [p k] and [k m].
     """
     near, lengths, far = other
     # [m n] @ [n k] -> [m k]
-    coordinates = multiply_columns(error.to(dtype) @ near.to(dtype), lengths, key.scratch)
-    left = quantizer(coordinates, dim=-1, key=key, dtype=dtype)
-    factors = left, far.to(dtype)  # [m k] @ [k p] -> [m p]
-    # Not in place in out.T: a compiler would write it, and all that is made of it, transposed.
-    out.addmm_(*((factors[1].T, factors[0].T) if on_right else factors))
+    coordinates = x_hat.error_along(x, near, lengths, key.scratch)
+    left, right = quantizer(coordinates, dim=-1, key=key, dtype=dtype), far.to(dtype)
+    return (right.T, left.T) if on_right else (left, right)
 
 
-def by_rows(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the low-rank part of a [n p]: [n k], lengths [k], [k p]."""
+def by_rows(a: Quantized) -> LowRank:
+    """Return the low-rank part of a [n p]."""
     assert a.low is not None
     return a.low
 
 
-def by_columns(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+def by_columns(a: Quantized) -> LowRank:
     """Return the same of the transpose of a [p n]."""
     assert a.low is not None
-    return a.low.right.T, a.low.lengths, a.low.left.T
+    return LowRank(a.low.right.T, a.low.lengths, a.low.left.T)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metis_hf.layers.corrections import by_columns, by_rows, correct
+from metis_hf.layers.corrections import by_columns, by_rows, term_of
 from metis_hf.layers.saved_input import SavedInput, encode_once
 from metis_hf.layers.unsupported import differentiable_once, refuse_batched_gradients
 from metis_hf.numerics.kernels.epilogue import finish_product
@@ -32,8 +32,6 @@ from metis_hf.operands.weight_forms import DenseWeight, WeightForm
 from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.noise_keys import CallKeys
 from metis_hf.schemes.roles import Role
-
-_OF_FPROP = frozenset({Role.FPROP_INPUT, Role.FPROP_WEIGHT})
 
 
 @dataclass(frozen=True)
@@ -93,41 +91,43 @@ class GemmPlan:
         bias: Tensor | None = None,
     ) -> Tensor:
         """Return y [t o]."""
-        corrected = self._corrected(x)
-        last = None if corrected & _OF_FPROP else bias  # what the GEMM ends with
-        y = self.multiply(x_hat, w_hat.transposed(), last)
+        corrected, terms = self._corrected(x), []
         if Role.FPROP_INPUT in corrected:
-            self._correct(y, Role.FPROP_INPUT, x_hat.error(x), by_columns(w_hat))
+            terms.append(self._term(Role.FPROP_INPUT, x, x_hat, by_columns(w_hat)))
         if Role.FPROP_WEIGHT in corrected:
-            error = w_hat.error(self._exact_weight(params))
-            self._correct(y, Role.FPROP_WEIGHT, error, by_columns(x_hat), on_right=True)
-        if last is None:
-            finish_product(y, bias=bias)
-        return y
+            exact, far = self._exact_weight(params), by_columns(x_hat)
+            terms.append(self._term(Role.FPROP_WEIGHT, exact, w_hat, far, on_right=True))
+        return self.multiply(x_hat, w_hat.transposed(), bias, terms)
 
     def dgrad(
         self, dy: Tensor, d_hat: Quantized, params: Sequence[Tensor], w_hat: Quantized
     ) -> Tensor:
         """Return dx [t i]"""
-        dx = self.multiply(d_hat, w_hat)
-        corrected = self._corrected(dy)
+        corrected, terms = self._corrected(dy), []
         if Role.DGRAD_GRAD_OUTPUT in corrected:
-            self._correct(dx, Role.DGRAD_GRAD_OUTPUT, d_hat.error(dy), by_rows(w_hat))
+            terms.append(self._term(Role.DGRAD_GRAD_OUTPUT, dy, d_hat, by_rows(w_hat)))
         if Role.DGRAD_WEIGHT in corrected:
-            error = w_hat.error(self._exact_weight(params)).T
-            self._correct(dx, Role.DGRAD_WEIGHT, error, by_columns(d_hat), on_right=True)
-        return dx
+            exact, far = self._exact_weight(params).T, by_columns(d_hat)
+            w_hat_t = w_hat.transposed()
+            terms.append(self._term(Role.DGRAD_WEIGHT, exact, w_hat_t, far, on_right=True))
+        return self.multiply(d_hat, w_hat, terms=terms)
 
     def wgrad(self, dy: Tensor, d_hat: Quantized, x_hat: Quantized) -> Tensor:
         """Return dw [o i]"""
-        dw = self.multiply(d_hat.transposed(), x_hat)
+        d_hat_t, terms = d_hat.transposed(), []
         if Role.WGRAD_GRAD_OUTPUT in self._corrected(dy):
-            self._correct(dw, Role.WGRAD_GRAD_OUTPUT, d_hat.error(dy).T, by_rows(x_hat))
-        return dw
+            terms.append(self._term(Role.WGRAD_GRAD_OUTPUT, dy.T, d_hat_t, by_rows(x_hat)))
+        return self.multiply(d_hat_t, x_hat, terms=terms)
 
-    def multiply(self, a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    def multiply(
+        self,
+        a: Quantized,
+        b: Quantized,
+        bias: Tensor | None = None,
+        terms: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Tensor:
         """Run `scaled_product`; a plan for other units overrides it."""
-        return scaled_product(a, b, bias)
+        return scaled_product(a, b, bias, terms)
 
     def _corrected(self, x: Tensor) -> frozenset[Role]:
         return self.scheme.corrected if x.numel() > 0 else frozenset()
@@ -135,21 +135,21 @@ class GemmPlan:
     def _exact_weight(self, params: Sequence[Tensor]) -> Tensor:
         return self.weight.dense([p.detach() for p in params])
 
-    def _correct(
+    def _term(
         self,
-        out: Tensor,
         role: Role,
-        error: Tensor,
-        other: tuple[Tensor, Tensor, Tensor],
+        x: Tensor,
+        x_hat: Quantized,
+        other: LowRank,
         *,
         on_right: bool = False,
-    ) -> None:
-        """Add the second term of the operand at `role`; see `corrections.correct`."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return the second term of the operand at `role`; see `corrections.term_of`."""
         _, operand = self.resolve(role)
         assert operand.quantizer is not None
         key = self.keys.of_correction(role)
         options: dict[str, Any] = {"on_right": on_right, "key": key, "dtype": self.dtype}
-        correct(out, operand.quantizer, error, other, **options)
+        return term_of(x, x_hat, other, operand.quantizer, **options)
 
     def matrix_operand(self, role: Role, x: Tensor) -> Quantized:
         """Return x_hat or dy_hat, for the GEMM that `role` names."""
@@ -212,11 +212,16 @@ def contracted_dim(role: Role) -> int:
     return 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
 
 
-def scaled_product(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
-    """Run `contract`, with the operands' outer scales applied in fp32 and once, then add a bias."""
+def scaled_product(
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None = None,
+    terms: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Tensor:
+    """Run `contract`, with outer scales applied in fp32 and once, then add terms and a bias."""
     a, b = a.factored(-1), b.factored(-2)
     out = contract(a.values, b.values)
-    finish_product(out, [scale for scale in (a.scale, b.scale) if scale is not None], bias)
+    finish_product(out, [scale for scale in (a.scale, b.scale) if scale is not None], bias, terms)
     return out
 
 

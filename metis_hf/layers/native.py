@@ -83,11 +83,17 @@ class NativePlan(GemmPlan):
             encoded, operand, dim=dim, shape=shape, contracted=dim, dtype=self.dtype
         )
 
-    def multiply(self, a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
+    def multiply(
+        self,
+        a: Any,
+        b: Any,
+        bias: Tensor | None = None,
+        terms: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Tensor:
         if not isinstance(a, NativeOperand):
-            return super().multiply(a, b, bias)
+            return super().multiply(a, b, bias, terms)
         out = product(a, b)
-        finish_product(out, bias=bias)
+        finish_product(out, bias=bias, terms=terms)
         return out
 
 

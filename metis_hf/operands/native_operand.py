@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
+from metis_hf.numerics.kernels.scratch import Scratch
 from metis_hf.numerics.native import NativeMatrix, multiply, native_matrix
 from metis_hf.operands.conditioner import Encoded, LowRank
 from metis_hf.operands.operand import Operand
@@ -76,18 +77,19 @@ class NativeOperand(NamedTuple):
         """Return the operand as it is: which dimension a GEMM contracts is settled."""
         return self
 
-    def error(self, x: Tensor) -> Tensor:
-        """Return x - x_hat [t c], in the dtype of the GEMM."""
-        values, scale = self.main.values(), self.main.global_scale
-        if self.contracted % 2 == 0:
-            values = values.T
+    def error_along(
+        self, x: Tensor, directions: Tensor, lengths: Tensor, scratch: Scratch | None
+    ) -> Tensor:
+        """See `Quantized.error_along`."""
+        x_hat, scale = self.main.values(), self.main.global_scale
         if scale is not None:
-            values = values * scale[0]
-        if self.low is None and self.dtype is torch.bfloat16:
-            # Not rounded, as emulation keeps the scale apart in this dtype.
-            return (x - values).to(self.dtype)
-        x_hat = (values if self.low is None else values + self.low.dense()).to(self.dtype)
-        return (x - x_hat).to(self.dtype)
+            x_hat = x_hat * scale[0]
+        if self.low is not None:
+            low = self.low.dense()
+            x_hat = x_hat + (low if self.contracted % 2 else low.T)
+        if self.low is not None or self.dtype is not torch.bfloat16:
+            x_hat = x_hat.to(self.dtype)  # emulation keeps the scale apart in BF16, and rounds none
+        return ((x - x_hat).to(self.dtype) @ directions.to(self.dtype)) * lengths
 
 
 def product(a: NativeOperand, b: NativeOperand) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack_with_values, unpack
-from metis_hf.numerics.kernels.epilogue import rounding_error
+from metis_hf.numerics.kernels.epilogue import error_along
 from metis_hf.numerics.kernels.layout import has_kernel
-from metis_hf.numerics.kernels.scratch import Measured
+from metis_hf.numerics.kernels.scratch import Measured, Scratch
 from metis_hf.operands.conditioner import AroundQuantizer, Conditioner, Encoded, LowRank
 from metis_hf.operands.conditioners.identity import IDENTITY
 
@@ -51,9 +51,18 @@ class Quantized(NamedTuple):
             return self
         return Quantized((self.values * scale).to(self.values.dtype), None, self.low)
 
-    def error(self, x: Tensor) -> Tensor:
-        """Return x - x_hat [t c], in the dtype of the GEMM."""
-        return rounding_error(x, self.values, self.scale, self.values.dtype)
+    def error_along(
+        self, x: Tensor, directions: Tensor, lengths: Tensor, scratch: Scratch | None
+    ) -> Tensor:
+        """Return ((x - x_hat) @ directions) * lengths; see `epilogue.error_along`.
+
+        Args:
+            x: [t c], which the GEMM contracts along c.
+            directions: [c k]
+            lengths: [k]
+            scratch: of the call.
+        """
+        return error_along(x, self.values, self.scale, directions, lengths, scratch)
 
 
 @dataclass(frozen=True)

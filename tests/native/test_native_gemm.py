@@ -95,7 +95,10 @@ def test_split_operands(split, contracted):
             encoded, operand, dim=dim, shape=tuple(x.shape), contracted=dim, dtype=torch.float32
         )
         emulated = operand(x, dtype=torch.float32, **options)
-        assert torch.equal(native.error(x), emulated.error(x))
+        directions = torch.randn(n, 3), torch.ones(3), None
+        wanted = (emulated.transposed() if dim == 0 else emulated).error_along
+        given = x.T if dim == 0 else x
+        assert torch.equal(native.error_along(given, *directions), wanted(given, *directions))
         operands.append(native)
         values.append((emulated.values.T if dim == 0 else emulated.values).double())
     slow = SlowGemm()
@@ -119,7 +122,11 @@ def test_errors_of_direct_operands(dtype, contracted):
         contracted=contracted,
         dtype=dtype,
     )
-    assert torch.equal(native.error(x), operand(x, dtype=dtype, **options).error(x))
+    emulated = operand(x, dtype=dtype, **options)
+    if contracted == 0:
+        x, emulated = x.T, emulated.transposed()
+    directions = torch.randn(x.shape[1], 3), torch.ones(3), None
+    assert torch.equal(native.error_along(x, *directions), emulated.error_along(x, *directions))
 
 
 def arguments(m: int, p: int, n: int, fmt=NVFP4):

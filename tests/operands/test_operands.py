@@ -145,6 +145,6 @@ def test_the_error_of_a_scaled_operand_is_that_of_the_product_with_its_scale():
     """Computed in fp32: a GEMM in BF16 multiplies by the scale after it, and rounds no value."""
     values = torch.tensor([[3.0, 6.0]], dtype=torch.bfloat16)
     scale = torch.tensor(1 / 3)
-    found = Quantized(values, scale).error(torch.tensor([[1.0, 2.5]], dtype=torch.bfloat16))
-    assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found.float(), torch.tensor([[0.0, 0.5]]), rtol=0, atol=1e-7)
+    x = torch.tensor([[1.0, 2.5]], dtype=torch.bfloat16)
+    found = Quantized(values, scale).error_along(x, torch.eye(2), torch.ones(2), None)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.5]]), rtol=0, atol=1e-7)

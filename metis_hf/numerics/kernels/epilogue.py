@@ -1,12 +1,13 @@
-"""The epilogue of a GEMM: outer scales of its operands, and a bias; and what an operand has lost.
+"""The epilogue of a GEMM: outer scales, second terms, a bias; and what such terms are made of.
 
-Each is computed in fp32, and rounded once. On CUDA devices one Triton kernel does it in one pass,
+Each is computed in fp32, and rounded once. On CUDA devices one Triton kernel does all in one pass,
 where torch takes a pass for each, and slow ones: it promotes each element by itself. Results are
-equal to the bit.
+equal to the bit but for the order of a product's sums.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -20,67 +21,73 @@ from metis_hf.numerics.kernels.scratch import Scratch
 _MAX_ELEMENTS = 2**31 - 2**13  # places are counted in 32 bits, to the end of the last program
 
 
-def finish_product(out: Tensor, scales: Sequence[Tensor] = (), bias: Tensor | None = None) -> None:
-    """Multiply the output of a GEMM by outer scales, then add a bias, in place.
+def finish_product(
+    out: Tensor,
+    scales: Sequence[Tensor] = (),
+    bias: Tensor | None = None,
+    terms: Sequence[tuple[Tensor, Tensor]] = (),
+) -> None:
+    """Multiply the output of a GEMM by outer scales, then add products and a bias, in place.
 
     Args:
         out: [.. m p]
         scales: two at most, fp32: 0-dim, one for each row [.. m 1] or one for each column
             [.. 1 p]. They are multiplied with each other first.
         bias: [p], rounded to the dtype of `out` first.
+        terms: factors [m k] and [k p] of matrices to add, in the dtype of `out`.
     """
-    if not scales and bias is None:
+    if not scales and bias is None and not terms:
         return
     bias = None if bias is None else bias.detach()
-    given = [*scales, *([] if bias is None else [bias])]
-    if _has_kernel(out, given) and kernels_for(out, *given) == "triton":
+    given = [*scales, *itertools.chain(*terms), *([] if bias is None else [bias])]
+    if len(terms) < 2 and _has_kernel(out, given) and kernels_for(out, *given) == "triton":
         from metis_hf.numerics.kernels import triton_epilogue
 
         with or_reference:
-            triton_epilogue.finish_product(out, scales, bias)
+            triton_epilogue.finish_product(out, scales, bias, *terms)
             return
     if scales:
         scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
         # As a matrix: a GPU rounds a 0-dim factor to the dtype of the product first, a CPU does not
         out.mul_(scale if scale.dim() or out.device.type == "cpu" else scale.reshape(1, 1))
+    for left, right in terms:
+        out.addmm_(left, right)
     if bias is not None:
         out += bias.to(out.dtype)
 
 
-def rounding_error(x: Tensor, values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x - values * scale in `dtype`, the error of a quantized matrix.
+def error_along(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor | None,
+    directions: Tensor,
+    lengths: Tensor,
+    scratch: Scratch | None,
+) -> Tensor:
+    """Return what rounding took off x in some directions, times their lengths, in fp32 at least.
+
+    It is ((x - values * scale) @ directions) * lengths [m k], the difference and the product
+    rounded to the dtype of `values`. The scratch memory of the call keeps the largest magnitude.
 
     Args:
         x: [m n]
         values: [m n]
-        scale: 0-dim, or one for each row [m 1], fp32; None: 1.
-        dtype: of the result, at most as wide as fp32 or `x`.
+        scale: 0-dim, or one for each row [m 1] or column [1 n], fp32; None: 1.
+        directions: [n k]
+        lengths: [k]
+        scratch: of the call.
     """
-    given = [x] if scale is None else [x, scale]
-    same = x.shape == values.shape and dtype in DTYPES
-    if same and _has_kernel(values, given) and kernels_for(values, *given) == "triton":
+    given = [x, lengths, *([] if scale is None else [scale])]
+    same = x.shape == values.shape and lengths.dtype is torch.float32
+    directions = directions.to(values.dtype)
+    known = same and _has_kernel(values.T if values.stride(0) == 1 else values, given)
+    if known and directions.numel() and kernels_for(values, *given) == "triton":
         from metis_hf.numerics.kernels import triton_epilogue
 
         with or_reference:
-            return triton_epilogue.rounding_error(x, values, scale, dtype)
-    return (x - (values if scale is None else values.float() * scale)).to(dtype)
-
-
-def multiply_columns(x: Tensor, lengths: Tensor, scratch: Scratch | None) -> Tensor:
-    """Return x [m k] times the lengths [k] of its columns, in fp32 at least.
-
-    The scratch memory of the call keeps the largest magnitude.
-    """
-    if (
-        lengths.dtype is torch.float32
-        and _has_kernel(x, [lengths])
-        and kernels_for(x, lengths) == "triton"
-    ):
-        from metis_hf.numerics.kernels import triton_epilogue
-
-        with or_reference:
-            return triton_epilogue.multiply_columns(x, lengths, scratch)
-    return x * lengths
+            return triton_epilogue.error_along(x, values, scale, directions, lengths, scratch)
+    error = x - (values if scale is None else values.float() * scale)
+    return (error.to(values.dtype) @ directions) * lengths
 
 
 def _has_kernel(out: Tensor, given: Sequence[Tensor]) -> bool:

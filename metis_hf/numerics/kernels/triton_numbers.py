@@ -101,6 +101,15 @@ def cast(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def multiply_add(total, a, b):
+    """Return total + a @ b, of numbers of one dtype, added up in fp32."""
+    if INTERPRETED:  # its products take numbers in bf16 for integers
+        a = bits_of(a).to(tl.float32, bitcast=True)
+        b = bits_of(b).to(tl.float32, bitcast=True)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
 def add_product(total, a, b, LEFT: tl.constexpr):
     """Return total + a @ b, one in bf16, and the LEFT one or the other a sum of three such numbers.
 
@@ -109,16 +118,8 @@ def add_product(total, a, b, LEFT: tl.constexpr):
     rest = a if LEFT else b
     for _ in tl.static_range(3):
         part = cast(rest, tl.bfloat16)
-        rounded = bits_of(part).to(tl.float32, bitcast=True)
-        if INTERPRETED and LEFT:  # its products take numbers in bf16 for integers
-            total = tl.dot(rounded, bits_of(b).to(tl.float32, bitcast=True), total)
-        elif INTERPRETED:
-            total = tl.dot(bits_of(a).to(tl.float32, bitcast=True), rounded, total)
-        elif LEFT:
-            total = tl.dot(part, b, total)
-        else:
-            total = tl.dot(a, part, total)
-        rest = rest - rounded
+        total = multiply_add(total, part, b) if LEFT else multiply_add(total, a, part)
+        rest = rest - bits_of(part).to(tl.float32, bitcast=True)
     return total
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 # Kernels of a layer under each scheme.
 KERNELS = {
     "metis": [
-        "multiply", "turn", "find_largest", "to_unit_columns", "scale_columns",
+        "multiply", "turn", "find_largest", "to_unit_columns", "find_error",
         "find_amax", "quantize", "finish", "hash_both",
     ],
     "quartet2": ["find_amax", "quantize", "unpack"],

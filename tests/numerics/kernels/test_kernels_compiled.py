@@ -291,9 +291,31 @@ def test_the_epilogue_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
         assert_ieee(kernel.asm["ptx"])
         assert vector_loads(kernel) >= 2  # 16 bf16 elements of a thread
     assert "fma" not in "".join(kernel.asm["ptx"] for kernel in recorder.compiled)
-    recorder = recorded(monkeypatch, triton_epilogue, "scale_columns")
-    triton_epilogue.multiply_columns(out, torch.ones(48), None)
-    assert_ieee(recorder.compiled[0].asm["ptx"])
+
+
+@compiles
+@pytest.mark.slow
+def test_second_terms_are_compiled_for_gpus(compile_for, monkeypatch, tmp_path) -> None:
+    """On tensor cores, in registers, and not again for another number of whole blocks of rows."""
+    from metis_hf.numerics.kernels import triton_epilogue
+
+    compile_for(HOPPER)
+    names = "finish", "find_error"
+    recorders = [recorded(monkeypatch, triton_epilogue, name) for name in names]
+    scale, bias, lengths = torch.ones(()), torch.zeros(96), torch.ones(48)
+    for rows in (64, 144):
+        out = torch.zeros(rows, 96, dtype=torch.bfloat16)
+        near, far = (torch.zeros(n, 48, dtype=torch.bfloat16) for n in (96, rows))
+        triton_epilogue.finish_product(out, [scale], bias, (far, near.T))
+        for matrix in (out, torch.zeros(96, rows, dtype=torch.bfloat16).T):
+            triton_epilogue.error_along(matrix, matrix, scale, near, lengths, None)
+    compiled = {id(kernel): kernel for recorder in recorders for kernel in recorder.compiled}
+    assert len(compiled) == 3
+    for kernel in compiled.values():
+        assert not re.search(r"approx|ftz", kernel.asm["ptx"])
+        assert re.search(r"wgmma|mma\.sync", kernel.asm["ptx"])
+        assert "ld.global.b16" not in kernel.asm["ptx"]  # all is read in vectors
+        assert spilled(kernel, tmp_path) == 0
 
 
 @compiles
