@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.linalg import cholesky_ex, solve_triangular, vector_norm
 
-from metis_hf.numerics.kernels.choice import kernels_for
-from metis_hf.numerics.kernels.request import or_reference
-
 # Share by which the diagonal of a Gram matrix grows: more than rounding takes off its smallest
 # eigenvalue, so that it has a Cholesky factor.
 _SHIFT = 2.0**-40
@@ -36,11 +33,6 @@ def next_basis(y: Tensor, basis: Tensor | None = None, *, passes: int = 1) -> Te
         basis: [w c], of independent rows of about unit length; None: rows of the identity.
         passes: of `gram_factor`; after two the rows are orthonormal.
     """
-    if len(y) <= WIDEST_BLOCK and y.dtype is torch.float32 and kernels_for(y) == "triton":
-        from metis_hf.numerics.kernels import triton_basis
-
-        with or_reference:
-            return triton_basis.next_basis(y, basis, passes, triton_basis.Limits(*LIMITS))
     y = y / vector_norm(y, dim=1, keepdim=True).clamp_min_(_ZERO)
     if basis is None:
         y.diagonal().add_(_TRACE[y.dtype])

@@ -21,7 +21,7 @@ MOST = {
     "nvidia": 15,
     "four-over-six": 15,
     "quartet2": 19,
-    "metis": 51,
+    "metis": 45,
     "metis, kept subspaces": 29,
 }
 

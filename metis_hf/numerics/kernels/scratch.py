@@ -17,8 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from metis_hf.numerics.kernels.layout import Groups
 
-WORDS = 32  # int32 that the kernel writes
+WORDS = 64  # int32 that the kernel writes
 FINGERPRINTS = 4  # of them, in front
+COUNTERS = 17  # behind these
 
 
 class Measured(NamedTuple):
@@ -50,7 +51,8 @@ class Scratch:
 
     def __init__(self, words: Tensor) -> None:
         self._words = words
-        self._places = itertools.count(FINGERPRINTS)  # threads may share it
+        self._places = itertools.count(FINGERPRINTS + COUNTERS)  # threads may share it
+        self.counters = words[FINGERPRINTS:][:COUNTERS]  # of programs; each launch resets them
         self._known: dict[Hashable, Tensor] = {}
         self._expected: tuple[Measured, ...] = ()
 
@@ -85,6 +87,13 @@ def zero_of(scratch: Scratch | None, device: torch.device) -> Tensor:
     """Return an int32 that is zero, 0-dim, of the scratch memory or written here."""
     zero = None if scratch is None else scratch.zero()
     return torch.zeros((), dtype=torch.int32, device=device) if zero is None else zero
+
+
+def counters_of(scratch: Scratch | None, device: torch.device) -> Tensor:
+    """Return COUNTERS int32 that are zero, of the scratch memory or written here."""
+    if scratch is not None:
+        return scratch.counters
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def _mark(x: Tensor) -> tuple[Hashable, ...]:

@@ -1,8 +1,8 @@
 """Orthonormal bases of a few rows in few launches, for CUDA devices; see `transforms.orthogonal`.
 
-A product writes sums of squares beside its rows. The next launch makes rows of unit length, and
-adds up their Gram matrix in parts; its last program adds up the parts, and turns the sum into the
-inverse of its Cholesky factor. The launch after that multiplies with the inverse.
+Each launch multiplies, and adds up the Gram matrix of its result in parts. The last of its programs
+adds up the parts, and turns the sum into the inverse of a Cholesky factor. The launch after it
+multiplies with that inverse.
 
 This module imports triton, so it is imported where it is used only.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics.kernels.layout import readable
-from metis_hf.numerics.kernels.scratch import Measured, zero_of
+from metis_hf.numerics.kernels.scratch import COUNTERS, Measured, counters_of, zero_of
 from metis_hf.numerics.kernels.triton_direct import cdiv, launch, padded_block
 from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
@@ -27,7 +27,6 @@ _TILE = 4096  # elements of a program that looks for the largest one
 _COUNT = 32  # rows of a sample that a program multiplies at once
 _COLUMNS = 32  # of a tile
 _DEPTH = 32  # columns of an inverse factor that a program holds
-_PARTS = 32  # of a Gram matrix, at most
 _OPTIONS = {"enable_fp_fusion": False}
 _TINY = torch.finfo(torch.float32).tiny
 _LANES = tl.constexpr(noise._LANES)
@@ -78,43 +77,75 @@ def _largest_of(sample: Tensor, key: noise.Key) -> Tensor:
     return largest
 
 
-@triton.jit(do_not_specialize=["word0", "word1", "count", "width"])
-def multiply(
-    left_ptr, sample_ptr, largest_ptr, scaled_ptr, out_ptr, squares_ptr, data_ptr, word0, word1,
-    count, columns, width,
-    WIDTH: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TINY: tl.constexpr,
-):  # fmt: skip
-    """Write left [width count] @ sample [count columns], and each row's sum of squares in a tile.
+@triton.jit
+def _is_last(counter_ptr, count):
+    """Count a program, which has written its share; return whether it is the last of `count`."""
+    tl.debug_barrier()  # all of the share is written before it is counted
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(counter_ptr, 0)  # for the next launch
+    return last
 
-    Without `left` it is noise of the key, transposed, less a half, and the sample is made finite,
-    its largest magnitude 1, and written first.
+
+@triton.jit
+def _keep_product(parts_ptr, part, a, b, width):
+    """Write a @ b^T [width width], fp64, as one of the parts of a sum."""
+    row = tl.arange(0, a.shape[0])[:, None]
+    column = tl.arange(0, a.shape[0])[None, :]
+    product = tl.zeros((a.shape[0], a.shape[0]), tl.float64)
+    product = tl.dot(a, tl.trans(b), product, out_dtype=tl.float64)
+    at = parts_ptr + (part * width + row) * width + column
+    tl.store(at, product, mask=(row < width) & (column < width))
+
+
+@triton.jit
+def _sum(parts_ptr, count, step, at, inside):
+    """Add up `count` matrices that other programs have written, `step` elements apart."""
+    total = tl.zeros(at.shape, tl.float64)
+    for part in range(0, count):
+        part_ptr = parts_ptr + part * step + at
+        total += tl.load(part_ptr, mask=inside, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _invert_sum(
+    parts_ptr, counters_ptr, inverse_ptr, lengths_ptr, width, WIDTH: tl.constexpr,
+    TRACE: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Write the inverse of the Cholesky factor of a Gram matrix, in the last program.
+
+    Each program has written its part of y @ y^T. With lengths, the roots of the diagonal, which are
+    written, the matrix is that of y / length + TRACE b, and a program's part of y @ b^T comes after
+    its other one. Sums are in a fixed order, first in groups of programs.
     """
+    KINDS: tl.constexpr = 1 if lengths_ptr is None else 2
     row = tl.arange(0, WIDTH)[:, None]
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    total = tl.zeros((WIDTH, COLUMNS), tl.float32)
-    for begin in range(0, count, COUNT):
-        other = begin + tl.arange(0, COUNT)
-        inside = (row < width) & (other[None, :] < count)
-        if left_ptr is None:
-            index = other[None, :] * tl.cdiv(width, _LANES) + row // _LANES
-            left = uniform_at(index, row % _LANES, (data_ptr, word0, word1)) - 0.5
-            left = tl.where(inside, left, 0.0)
-        else:
-            left = tl.load(left_ptr + row * count + other[None, :], mask=inside, other=0.0)
-            left = left.to(tl.float32)
-        inside = (other[:, None] < count) & (column < columns)
-        at = other[:, None].to(tl.int64) * columns + column
-        sample = tl.load(sample_ptr + at, mask=inside, other=0.0)
-        if left_ptr is None:
-            sample = _scaled(sample, largest_ptr, TINY)
-            tl.store(scaled_ptr + at, sample, mask=inside)
-        total = tl.dot(left, sample, total, input_precision=PRECISION)
-    inside = row < width
-    at = row.to(tl.int64) * columns + column
-    tl.store(out_ptr + at, total, mask=inside & (column < columns))
-    squares = tl.sum(total * total, 1, keep_dims=True)
-    tl.store(squares_ptr + tl.program_id(0) * width + row, squares, mask=inside)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < width) & (column < width)
+    at, size = row * width + column, width * width
+    programs = tl.num_programs(0)
+    step = tl.cdiv(programs, GROUPS)
+    group = tl.program_id(0) // step
+    members = tl.minimum(step, programs - group * step)
+    if _is_last(counters_ptr + 1 + group, members):
+        for kind in tl.static_range(KINDS):
+            own_ptr = parts_ptr + (group * step * KINDS + kind) * size
+            tl.store(own_ptr + at, _sum(own_ptr, members, KINDS * size, at, inside), mask=inside)
+        groups, step = tl.cdiv(programs, step), step * KINDS * size
+        if _is_last(counters_ptr, groups):
+            whole = _sum(parts_ptr, groups, step, at, inside)
+            if lengths_ptr is not None:
+                squares = tl.where(row == column, whole, 0.0)
+                down = tl.maximum(tl.sqrt(tl.sum(squares, 1, keep_dims=True)), ZERO)
+                along = tl.trans(down)
+                tl.store(lengths_ptr + row, down, mask=row < width)
+                whole = whole / (down * along)
+                cross_ptr, other = parts_ptr + size, column * width + row
+                whole += _sum(cross_ptr, groups, step, at, inside) * (TRACE / down)
+                whole += _sum(cross_ptr, groups, step, other, inside) * (TRACE / along)
+                whole += tl.where((row == column) & inside, TRACE * TRACE, 0.0)  # of b @ b^T
+            tl.store(inverse_ptr + at, _invert_factor(whole, width, SHIFT), mask=inside)
 
 
 @triton.jit
@@ -139,75 +170,114 @@ def _invert_factor(left, width, SHIFT: tl.constexpr):
     return tl.where(column <= row, left, 0.0)
 
 
-@triton.jit(do_not_specialize=["width", "stretches"])
+@triton.jit
+def _basis_at(basis_ptr, row, column, columns, inside):
+    """Load a tile of the basis before, of the identity if there is none."""
+    if basis_ptr is None:
+        tile = tl.where((column == row) & inside, 1.0, 0.0)
+    else:
+        at = row.to(tl.int64) * columns + column
+        tile = tl.load(basis_ptr + at, mask=inside, other=0.0)
+    return tile.to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["word0", "word1", "count", "width"])
+def multiply(
+    left_ptr, sample_ptr, largest_ptr, scaled_ptr, basis_ptr, out_ptr, parts_ptr, counters_ptr,
+    inverse_ptr, lengths_ptr, data_ptr, word0, word1, count, columns, width,
+    TRACE: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    TINY: tl.constexpr,
+):  # fmt: skip
+    """Write y = left [width count] @ sample [count columns], its rows' lengths, and L^-1.
+
+    L is the Cholesky factor of the Gram matrix of y / length + TRACE basis; the basis is the
+    identity where there is none. Without `left` it is noise of the key, transposed, less a half,
+    and the sample is made finite, its largest magnitude 1, and written first. Without `inverse` the
+    scaled sample is all that counts.
+    """
+    row = tl.arange(0, WIDTH)[:, None]
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros((WIDTH, COLUMNS), tl.float32)
+    for begin in range(0, count, COUNT):
+        other = begin + tl.arange(0, COUNT)
+        inside = (row < width) & (other[None, :] < count)
+        if left_ptr is None:
+            index = other[None, :] * tl.cdiv(width, _LANES) + row // _LANES
+            left = uniform_at(index, row % _LANES, (data_ptr, word0, word1)) - 0.5
+            left = tl.where(inside, left, 0.0)
+        else:
+            left = tl.load(left_ptr + row * count + other[None, :], mask=inside, other=0.0)
+            left = left.to(tl.float32)
+        inside = (other[:, None] < count) & (column < columns)
+        at = other[:, None].to(tl.int64) * columns + column
+        sample = tl.load(sample_ptr + at, mask=inside, other=0.0)
+        if left_ptr is None:
+            sample = _scaled(sample, largest_ptr, TINY)
+            tl.store(scaled_ptr + at, sample, mask=inside)
+        total = tl.dot(left, sample, total, input_precision=PRECISION)
+    if inverse_ptr is not None:
+        inside = (row < width) & (column < columns)
+        tl.store(out_ptr + row.to(tl.int64) * columns + column, total, mask=inside)
+        y, part = total.to(tl.float64), 2 * tl.program_id(0)
+        _keep_product(parts_ptr, part, y, y, width)
+        basis = _basis_at(basis_ptr, row, column, columns, inside)
+        _keep_product(parts_ptr, part + 1, y, basis, width)
+        _invert_sum(
+            parts_ptr, counters_ptr, inverse_ptr, lengths_ptr, width, WIDTH,
+            TRACE, ZERO, SHIFT, GROUPS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["width"])
 def turn(
-    y_ptr, squares_ptr, basis_ptr, before_ptr, out_ptr, amax_ptr, grams_ptr, counter_ptr,
-    inverse_ptr, columns, width, stretches,
-    TRACE: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr,
+    y_ptr, lengths_ptr, basis_ptr, before_ptr, out_ptr, amax_ptr, parts_ptr, counters_ptr,
+    inverse_ptr, columns, width,
+    TRACE: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write before [width width] @ y [width columns], and the inverse factor of its Gram matrix.
 
-    Without `before` write rows of y over their lengths, plus a trace of the rows of `basis`, or of
-    the identity. The lengths are the roots of sums over `stretches` of squares. Without `grams`,
-    where parts of the Gram matrix go, no factor is made. The largest magnitude goes, as bits, into
-    the int32 at `amax_ptr`.
+    With `lengths` y stands for y / length + TRACE basis, as in `multiply`. Without `inverse` no
+    factor is made. The largest magnitude goes, as bits, into the int32 at `amax_ptr`.
 
     A product with the inverse, unlike a solve row after row, carries errors of nearly dependent
     rows over to others: hence fp64, in which they are none.
     """
     row = tl.arange(0, WIDTH)[:, None]
-    other = tl.arange(0, WIDTH)[None, :]
-    square = (row < width) & (other < width)
-    if before_ptr is None:
-        squares = tl.zeros((WIDTH, 1), tl.float32)
-        for stretch in range(0, stretches):
-            squares += tl.load(squares_ptr + stretch * width + row, mask=row < width, other=0.0)
-        length = tl.maximum(tl.sqrt_rn(squares), ZERO)
-    gram = tl.zeros((WIDTH, WIDTH), tl.float64)
-    for begin in range(tl.program_id(0) * COLUMNS, columns, tl.num_programs(0) * COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)[None, :]
-        inside = (row < width) & (column < columns)
-        at = row.to(tl.int64) * columns + column
-        turned = tl.zeros((WIDTH, COLUMNS), tl.float64)
-        if before_ptr is None:
-            y = tl.load(y_ptr + at, mask=inside, other=0.0)
-            y = tl.math.div_rn(y, length + tl.zeros_like(y))
-            if basis_ptr is None:
-                y += tl.where((column == row) & inside, TRACE, 0.0)
-            else:
-                y += tl.load(basis_ptr + at, mask=inside, other=0.0) * TRACE
-            turned += y.to(tl.float64)
-        else:
-            for first in range(0, width, DEPTH):
-                k = first + tl.arange(0, DEPTH)
-                known = (row < width) & (k[None, :] < width)
-                before = tl.load(before_ptr + row * width + k[None, :], mask=known, other=0.0)
-                known = (k[:, None] < width) & (column < columns)
-                at_k = k[:, None].to(tl.int64) * columns + column
-                y = tl.load(y_ptr + at_k, mask=known, other=0.0).to(tl.float64)
-                turned = tl.dot(before, y, turned, out_dtype=tl.float64)
-        rows = turned.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at, rows, mask=inside)
-        if amax_ptr is not None:
-            tl.atomic_max(amax_ptr, tl.max(bits_of(rows) & MAGNITUDE), sem="relaxed")
-        if grams_ptr is not None:
-            gram = tl.dot(turned, tl.trans(turned), gram, out_dtype=tl.float64)
-    if grams_ptr is not None:
-        place = row * width + other
-        tl.store(grams_ptr + tl.program_id(0) * width * width + place, gram, mask=square)
-        tl.debug_barrier()  # all of the program's part is written before it is counted
-        parts = tl.num_programs(0)
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == parts - 1:
-            tl.store(counter_ptr, 0)  # for the next launch
-            whole = tl.zeros((WIDTH, WIDTH), tl.float64)
-            for part in range(0, parts):
-                whole += tl.load(
-                    grams_ptr + part * width * width + place, mask=square, other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-            inverse = _invert_factor(whole, width, SHIFT)
-            tl.store(inverse_ptr + place, inverse, mask=square)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    turned = tl.zeros((WIDTH, COLUMNS), tl.float64)
+    for first in range(0, width, DEPTH):
+        k = first + tl.arange(0, DEPTH)
+        down = k[:, None]
+        known = (row < width) & (k[None, :] < width)
+        before = tl.load(before_ptr + row * width + k[None, :], mask=known, other=0.0)
+        known = (down < width) & (column < columns)
+        at = down.to(tl.int64) * columns + column
+        y = tl.load(y_ptr + at, mask=known, other=0.0).to(tl.float64)
+        if lengths_ptr is not None:
+            y = y / tl.load(lengths_ptr + down, mask=down < width, other=1.0)
+            y += _basis_at(basis_ptr, down, column, columns, known) * TRACE
+        turned = tl.dot(before, y, turned, out_dtype=tl.float64)
+    rows = turned.to(out_ptr.dtype.element_ty)
+    at = row.to(tl.int64) * columns + column
+    tl.store(out_ptr + at, rows, mask=(row < width) & (column < columns))
+    if amax_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(bits_of(rows) & MAGNITUDE), sem="relaxed")
+    if inverse_ptr is not None:
+        _keep_product(parts_ptr, tl.program_id(0), turned, turned, width)
+        _invert_sum(
+            parts_ptr, counters_ptr, inverse_ptr, None, width, WIDTH, TRACE, ZERO, SHIFT, GROUPS
+        )
+
+
+class _Rows(NamedTuple):
+    """Rows y [w c], and what makes a basis of them; see `multiply`."""
+
+    y: Tensor
+    inverse: Tensor | None = None  # [w w], fp64
+    lengths: Tensor | None = None  # [w], fp64
+    basis: Tensor | None = None  # [w c], fp32
 
 
 def _multiply(
@@ -215,106 +285,76 @@ def _multiply(
     sample: Tensor,
     width: int,
     key: noise.Key,
+    limits: Limits,
+    counters: Tensor | None,
+    *,
+    basis: Tensor | None = None,
     largest: Tensor | None = None,
     scaled: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return left [w n] @ sample [n c], and sums of squares [.. w] of the rows' parts."""
+) -> _Rows:
+    """Launch `multiply` of left [w n] and a sample [n c]; without counters it scales that alone."""
     count, columns = sample.shape
-    tiles = cdiv(columns, _COLUMNS)
-    out = torch.empty(width, columns, dtype=torch.float32, device=sample.device)
-    squares = torch.empty(tiles, width, dtype=torch.float32, device=sample.device)
     word0, word1 = noise.static_words(key)
-    launch(
-        multiply,
-        (tiles,),
-        _OPTIONS,
-        left_ptr=left,
-        sample_ptr=sample,
-        largest_ptr=largest,
-        scaled_ptr=scaled,
-        out_ptr=out,
-        squares_ptr=squares,
-        data_ptr=key.data,
-        word0=word0,
-        word1=word1,
-        count=count,
-        columns=columns,
-        width=width,
-        WIDTH=padded_block(width),
-        COUNT=_COUNT,
-        COLUMNS=_COLUMNS,
-        PRECISION=_PRECISION,
-        TINY=_TINY,
-    )
-    return out, squares
+    lengths = sample.new_empty(width, dtype=torch.float64)
+    given = {"left_ptr": left, "sample_ptr": sample, "largest_ptr": largest, "scaled_ptr": scaled}
+    noise_of = {"data_ptr": key.data, "word0": word0, "word1": word1}
+    constants = {"COUNT": _COUNT, "PRECISION": _PRECISION, "TINY": _TINY}
+    y = sample.new_empty(width, columns, dtype=torch.float32)
+    inverse = _launch(
+        multiply, y, limits, counters, 2, **given, **noise_of, **constants, count=count,
+        basis_ptr=basis, lengths_ptr=lengths,
+    )  # fmt: skip
+    return _Rows(y, inverse, lengths, basis)
 
 
 def _turn(
-    y: Tensor,
+    rows: _Rows,
     dtype: torch.dtype,
     limits: Limits,
-    *,
-    squares: Tensor | None = None,
-    basis: Tensor | None = None,
-    before: Tensor | None = None,
+    counters: Tensor | None = None,
     amax: Tensor | None = None,
-    counter: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Launch `turn` of y [w c]; with a counter, an int32 that is 0, for an inverse factor too."""
-    width, columns = y.shape
+) -> _Rows:
+    """Launch `turn`; with counters for another pass."""
+    before, lengths, basis = rows[1:]
+    given = {"y_ptr": rows.y, "before_ptr": before, "lengths_ptr": lengths, "basis_ptr": basis}
+    y = torch.empty_like(rows.y, dtype=dtype)
+    depth = min(_DEPTH, padded_block(len(y)))
+    return _Rows(y, _launch(turn, y, limits, counters, 1, **given, amax_ptr=amax, DEPTH=depth))
+
+
+def _launch(
+    kernel: Any, out: Tensor, limits: Limits, counters: Tensor | None, kinds: int, **given: Any
+) -> Tensor | None:
+    """Launch a kernel that writes rows [w c]; return, with counters, their inverse factor [w w].
+
+    Its programs write parts of so many `kinds` of products.
+    """
+    (width, columns), parts, inverse = out.shape, None, None
     programs, padded = cdiv(columns, _COLUMNS), padded_block(width)
-    out = torch.empty(y.shape, dtype=dtype, device=y.device)
-    grams = inverse = None
-    if counter is not None:
-        programs = min(programs, _PARTS)
-        grams = torch.empty(programs, width, width, dtype=torch.float64, device=y.device)
-        inverse = torch.empty(width, width, dtype=torch.float64, device=y.device)
-    options = {"num_warps": max(1, min(16, padded * padded // 512))}  # 8 to 32 numbers of a thread
+    if counters is not None:
+        parts = out.new_empty(kinds * programs, width, width, dtype=torch.float64)
+        inverse = out.new_empty(width, width, dtype=torch.float64)
+    # 8 to 32 numbers of a Gram matrix in each thread
+    warps = max(1 if kernel is turn else 4, min(16, padded * padded // 512))
     launch(
-        turn,
+        kernel,
         (programs,),
-        options | {"enable_fp_fusion": True},
-        y_ptr=y,
-        squares_ptr=squares,
-        basis_ptr=basis,
-        before_ptr=before,
+        {"enable_fp_fusion": kernel is turn, "num_warps": warps},
         out_ptr=out,
-        amax_ptr=amax,
-        grams_ptr=grams,
-        counter_ptr=counter,
+        parts_ptr=parts,
+        counters_ptr=counters,
         inverse_ptr=inverse,
         columns=columns,
         width=width,
-        stretches=0 if squares is None else squares.numel() // width,
         TRACE=limits.trace,
         ZERO=limits.zero,
         SHIFT=limits.shift,
+        GROUPS=COUNTERS - 1,
         WIDTH=padded,
         COLUMNS=_COLUMNS,
-        DEPTH=min(padded, _DEPTH),
+        **given,
     )
-    return out, inverse
-
-
-def next_basis(
-    y: Tensor,
-    basis: Tensor | None,
-    passes: int,
-    limits: Limits,
-    squares: Tensor | None = None,
-    counter: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> Tensor:
-    """See `orthogonal.next_basis`; fp32. `squares` [.. w] are sums of squares of rows, in parts."""
-    y = y.contiguous()
-    basis = None if basis is None else basis.contiguous()
-    squares = y.square().sum(1) if squares is None else squares
-    counter = zero_of(None, y.device) if counter is None else counter
-    first = {"squares": squares, "basis": basis}
-    y, before = _turn(y, torch.float32, limits, **first, counter=counter)
-    for _ in range(1, passes):
-        y, before = _turn(y, torch.float64, limits, before=before, counter=counter)
-    return _turn(y, torch.float32, limits, before=before, amax=amax)[0]
+    return inverse
 
 
 def dominant_basis(
@@ -326,19 +366,18 @@ def dominant_basis(
     """
     sample = readable(sample.detach()).contiguous()
     scaled = torch.empty(sample.shape, dtype=torch.float32, device=sample.device)
-    largest = _largest_of(sample, key)
-    counter, amax = (zero_of(key.scratch, sample.device) for _ in range(2))
-    basis = start
-    if basis is not None:
-        _multiply(None, sample, 1, key, largest, scaled)  # which scales, too
-    for left in reversed(range(n_iter + (start is None))):
-        if basis is None:
-            y, squares = _multiply(None, sample, rank, key, largest, scaled)
-        else:
-            y, squares = _multiply(basis @ scaled.T, scaled, rank, key)  # [k c] @ [c n] -> [k n]
-        last: dict[str, Any] = {"amax": None if left else amax, "passes": 1 if left else 2}
-        basis = next_basis(y, basis, limits=limits, squares=squares, counter=counter, **last)
-    assert basis is not None
+    given: dict[str, Any] = {"largest": _largest_of(sample, key), "scaled": scaled}
+    counters, amax = counters_of(key.scratch, sample.device), zero_of(key.scratch, sample.device)
+    if start is None:
+        rows = _multiply(None, sample, rank, key, limits, counters, **given)
+    else:
+        _multiply(None, sample, 1, key, limits, None, **given)
+        rows = _multiply(start @ scaled.T, scaled, rank, key, limits, counters, basis=start)
+    for _ in range(n_iter if start is None else n_iter - 1):
+        basis = _turn(rows, torch.float32, limits).y
+        rows = _multiply(basis @ scaled.T, scaled, rank, key, limits, counters, basis=basis)
+    rows = _turn(rows, torch.float64, limits, counters)
+    basis = _turn(rows, torch.float32, limits, amax=amax).y
     if key.scratch is not None:
         key.scratch.keep(Measured(basis), amax)
     return basis

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics.kernels import use_kernels
-from metis_hf.transforms.orthogonal import next_basis
 from metis_hf.transforms.spectral import dominant_basis
 from numerics.helpers import seeded
 
@@ -42,30 +41,20 @@ class BasisCases:
             return function(*there).cpu()
 
     @pytest.mark.parametrize(("rows", "columns"), SIZES)
-    def test_a_basis_is_made_of_each_row_and_those_before(self, rows, columns) -> None:
-        """As by Gram and Schmidt: LAPACK's Q with the signs of R's diagonal."""
-        y = normal(rows, columns) * torch.logspace(2, -2, rows)[:, None]
-        y += 3 * torch.eye(rows, columns)  # well-conditioned, where there are as many rows
-        q, r = torch.linalg.qr(y.double().T)
-        wanted = (q * r.diagonal().sign()).T
-        for form in (y, y.T.contiguous().T):
-            found = self.run(next_basis, form)
-            bound = 2e-5 * torch.linalg.cond(y.double() / y.double().norm(dim=1, keepdim=True))
-            torch.testing.assert_close(found.double(), wanted, rtol=0, atol=bound.item())
-            self.assert_orthonormal(self.run(next_basis, found, wanted.float()))
-
-    def test_rows_that_are_missing_are_filled_up(self) -> None:
-        """Those of zeros and equal ones, nearly from the basis before; the others are not lost."""
-        y = normal(6, 50).repeat(2, 1)
-        y[3] = 0
-        for before in (normal(12, 50, seed=1) / 7, None):
-            basis = self.run(partial(next_basis, passes=2), y, before)
-            self.assert_orthonormal(basis)
-            others = torch.eye(12, 50) if before is None else before
-            assert (y - y @ basis.T @ basis).norm() <= 1e-4 * y.norm()
-            span = torch.linalg.qr(torch.cat([y[[*range(3), *range(4, 6), 9]], others]).T).Q
-            assert (span.T @ basis.T).square().sum() >= 11.5  # of 12, all within
-        assert self.run(next_basis, torch.zeros(4, 50)).isfinite().all()
+    def test_bases_of_any_size(self, rows, columns) -> None:
+        """From a sketch, and from a basis of the step before."""
+        sample = normal(2 * rows, columns) * 0.95 ** torch.arange(columns)
+        sample[:rows] += 3 * torch.eye(rows, columns)
+        start = torch.linalg.qr(normal(columns, rows, seed=1)).Q
+        for options in ({"n_iter": 0}, {"n_iter": 2}, {"n_iter": 1, "start": start}):
+            start_there = {k: v.to(self.device) for k, v in options.items() if k == "start"}
+            with use_kernels("reference"):
+                wanted = dominant_basis(sample, rows, key=Key(3), **options)
+            there = {"rank": rows, "key": Key(3)} | options | start_there
+            found = self.run(partial(dominant_basis, **there), sample)
+            self.assert_orthonormal(found.T)
+            # Rows are those by Gram and Schmidt, and so each is near its own.
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("products", [0, 2])

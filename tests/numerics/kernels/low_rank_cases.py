@@ -30,8 +30,8 @@ SPLITS = [(70, 96, 12, -1), (64, 64, 16, 0), (9, 64, 48, -1), (1, 32, 4, -1), (3
 SPLITS.append((40, 32, 48, -1))
 
 
-def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    g = seeded(rows + columns)
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    g = seeded(rows + columns + seed)
     low = torch.randn(rows, 2, generator=g) @ torch.randn(2, columns, generator=g) * 8
     return (low + torch.randn(rows, columns, generator=g)).to(dtype)
 
@@ -116,7 +116,7 @@ class LowRankCases:
 
     @pytest.mark.parametrize(("rows", "columns", "rank", "dim"), SPLITS)
     def test_a_split_of_a_matrix(self, rows, columns, rank, dim) -> None:
-        """Whole, half way and on, and with scratch memory: one result, as good as without kernels.
+        """Whole, half way and on, and with scratch memory: one result.
 
         In bf16 as a GEMM takes it; factors are the packed ones.
         """
@@ -135,10 +135,19 @@ class LowRankCases:
         assert packed is not None
         for one, other in zip(low, packed):
             assert_same_bits(one.to(torch.bfloat16).cpu(), other.to(torch.bfloat16).cpu())
-        with use_kernels("reference"):
-            wanted, _ = split.with_factors(x, SEARCH, key=Key(3), **options)
-        errors = [(each.cpu().float() - x.float()).norm().item() for each in (found, wanted)]
-        assert errors[0] == pytest.approx(errors[1], rel=0.05)
+
+    @pytest.mark.parametrize(("rows", "columns", "rank", "dim"), SPLITS)
+    def test_errors_are_as_large_as_without_kernels(self, rows, columns, rank, dim) -> None:
+        """On average over matrices where there is a single row, in which one rounding counts."""
+        split, squares = Spectral(rank, rows=16, summed=True), {"triton": 0.0, "reference": 0.0}
+        for seed in range(8 if rows == 1 else 1):
+            x = matrix(rows, columns, torch.bfloat16, seed)
+            options = {"dim": dim, "dtype": torch.bfloat16, "key": Key(3)}
+            for kernels in squares:
+                with use_kernels(kernels):
+                    found, _ = split.with_factors(x.to(self.device), SEARCH, **options)
+                squares[kernels] += (found.cpu().float() - x.float()).square().sum().item()
+        assert squares["triton"] == pytest.approx(squares["reference"], rel=0.1)
 
     def test_what_kernels_do_not_have(self) -> None:
         """Odd numbers of blocks, long or no factors, other formats and tiles."""

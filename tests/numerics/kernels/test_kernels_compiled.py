@@ -362,7 +362,7 @@ def test_bases_are_compiled_for_gpus(compile_for, monkeypatch, tmp_path) -> None
     from metis_hf.numerics.kernels import triton_basis
 
     compile_for(HOPPER)
-    names = {"find_largest": 2, "multiply": 4, "turn": 10}
+    names = {"find_largest": 2, "multiply": 4, "turn": 6}
     recorders = {name: recorded(monkeypatch, triton_basis, name) for name in names}
     limits = triton_basis.Limits(1e-6, 1e-18, 1e-12)
     for width in (12, 56, 50):
@@ -376,6 +376,6 @@ def test_bases_are_compiled_for_gpus(compile_for, monkeypatch, tmp_path) -> None
             assert kernel.metadata.shared <= 99 * 1024  # of the smallest GPU since Ampere
     assert_ieee(recorders["find_largest"].compiled[0].asm["ptx"])
     assert recorders["turn"].compiled[0].metadata.num_warps == 1  # of the narrowest block
-    factor = recorders["turn"].compiled[-3].asm["ptx"]
+    factor = recorders["turn"].compiled[-2].asm["ptx"]
     assert not re.search(r"approx|ftz", factor)
     assert "atom.acq_rel.gpu.global.add" in factor or "atom.global.gpu.acq_rel.add" in factor
