@@ -32,7 +32,7 @@ def term_of(
     key: Key,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors of what rounding took off one operand of a GEMM, times the other operand.
+    """Return the factors of one operand's rounding error times the other operand of a GEMM.
 
     Args:
         x: what was quantized [m n], as the GEMM takes it: on the left, or the transpose if

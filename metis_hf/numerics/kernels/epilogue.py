@@ -64,7 +64,7 @@ def error_along(
     lengths: Tensor,
     scratch: Scratch | None,
 ) -> Tensor:
-    """Return what rounding took off x in some directions, times their lengths, in fp32 at least.
+    """Return the rounding error of x in some directions, times their lengths, in fp32 at least.
 
     It is ((x - values * scale) @ directions) * lengths [m k], the difference and the product
     rounded to the dtype of `values`. The scratch memory of the call keeps the largest magnitude.

@@ -116,8 +116,8 @@ def _invert_sum(
     """Write the inverse of the Cholesky factor of a Gram matrix, in the last program.
 
     Each program has written its part of y @ y^T. With lengths, the roots of the diagonal, which are
-    written, the matrix is that of y / length + TRACE b, and a program's part of y @ b^T comes after
-    its other one. Sums are in a fixed order, first in groups of programs.
+    written, the Gram matrix of y / length + TRACE b is meant, and a program's part of y @ b^T comes
+    after its other one. Sums are in a fixed order, first in groups of programs.
     """
     KINDS: tl.constexpr = 1 if lengths_ptr is None else 2
     row = tl.arange(0, WIDTH)[:, None]
