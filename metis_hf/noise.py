@@ -373,7 +373,7 @@ def uniform(
     """
     size = torch.Size(shape)
     if isinstance(key, Key) and key.data is not None and 0 < size.numel() <= _LARGEST_LAUNCH:
-        kernels = one_launch(key.data)
+        kernels = _find_kernels(key.data) if _on_host(key.data) else one_launch(key.data)
         if kernels is not None:
             drawn: Tensor | None = kernels.uniform(size, key, key.data.device)
             if drawn is not None:

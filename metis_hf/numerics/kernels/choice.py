@@ -13,6 +13,7 @@ from metis_hf import noise
 from metis_hf.numerics.kernels import cpu
 from metis_hf.numerics.kernels.request import (
     ENVIRONMENT,
+    CompilationError,
     forget_warnings,
     requested,
     warn_once,
@@ -75,8 +76,16 @@ def triton_backend() -> ModuleType | None:
 
 
 def noise_backend(x: Tensor) -> ModuleType | None:
-    """Import the Triton kernels that draw noise where `x` is, if Triton's are in force there."""
-    if kernels_for(x) != "triton":
+    """Return the kernels in force where `x` is, if they draw noise."""
+    kernels = kernels_for(x)
+    if kernels == "compiled":
+        try:
+            cpu.load()
+        except CompilationError as error:
+            fall_back(error)
+            return None
+        return cpu
+    if kernels != "triton":
         return None
     from metis_hf.numerics.kernels import triton_noise
 

@@ -135,7 +135,16 @@ INLINE I to_int(F a) {  // towards zero
   return r;
 }
 INLINE F absolute(F a) { return number(bits(a) & 0x7fffffff); }
-INLINE F at_most(F a, float top) { return pick(a > top, all(top), a); }  // NaN stays
+INLINE F at_most(F a, float top) {  // NaN stays
+  F limit = all(top);
+#if defined(__AVX__)  // one instruction, which compilers do not find
+  F r;
+  EACH asm("vminps %2, %1, %0" : "=v"(r.p[i]) : "v"(limit.p[i]), "vm"(a.p[i]));
+  return r;
+#else
+  return pick(a > limit, limit, a);
+#endif
+}
 INLINE I larger(I a, I b) { return pick(a > b, a, b); }
 
 // Interleave two rows: their first halves, or their second ones.
@@ -225,17 +234,20 @@ INLINE void store_bytes(uint8_t *y, I v) {
   narrow(y, v);
 }
 
-INLINE F by_range(F a, float low, float middle, float high) {
-  return pick(a < 2.f, all(low), pick(a < 4.f, all(middle), all(high)));
+// x, which is 2^n, in units of E2M1's spacing at a, in [0, 6]: 1/2, 1 or 2.
+INLINE I spacing_of(F a) {
+  I ones = all(0x3f800000);  // magnitudes are ordered as integers; a NaN may give any number
+  return (larger(bits(a), ones) & 0x7f800000) - ones;
 }
 INLINE F nearest(F a) {  // [0, 6] to E2M1, ties to even
-  F magic = by_range(a, .5f * MAGIC, MAGIC, 2 * MAGIC);
+  F magic = number(bits(all(.5f * MAGIC)) + spacing_of(a));
   return (a + magic) - magic;
 }
 INLINE F stochastic(F a, F uniform) {  // as `rounding.round_stochastic`
-  F steps = a * by_range(a, 2, 1, .5f), whole = to_float(to_int(steps));
+  I spacing = spacing_of(a);
+  F steps = a * number(bits(all(2.f)) - spacing), whole = to_float(to_int(steps));
   F up = pick(steps - whole > uniform, all(1.f), all(0.f));
-  return pick(a == a, (whole + up) * by_range(a, .5f, 1, 2), a);
+  return pick(a == a, (whole + up) * number(bits(all(.5f)) + spacing), a);
 }
 INLINE F e4m3(F v, int up) {  // [0, 448] or NaN, still fp32
   I b = bits(v), cut;
@@ -299,7 +311,7 @@ struct Options {
   int32_t tried;  // scales
   float factors[8];
   float largest_value, to_code, clip;
-  float smallest_base, largest_error, error_units, largest_product, product_units;
+  float smallest_base, largest_error, error_root, largest_product, product_units;
 };
 struct Call {
   const void *x;
@@ -367,6 +379,7 @@ INLINE Scales least_error(const F *a, F amax, F encode, F decode, const Options 
   F base = amax / all(6.f), wanted[16];
   if (o.two_level) base = base * encode;
   F to_base = all(1.f) / pick(base < o.smallest_base, all(o.smallest_base), base);
+  to_base = to_base * o.error_root;  // a power of two: a square then is in whole units
   for (int e = 0; e < 16; e++)
     wanted[e] = o.two_level ? at_most(a[e] * encode, FLT_TOP) : a[e];
   Scales best = {};
@@ -376,7 +389,7 @@ INLINE Scales least_error(const F *a, F amax, F encode, F decode, const Options 
     I error = all(0);
     for (int e = 0; e < 16; e++) {
       F off = (nearest(at_most(a[e] * s.inverse, 6.f)) * s.scale - wanted[e]) * to_base;
-      error = error + whole(off * off, o.largest_error, o.error_units);
+      error = error + to_int(at_most(off * off, o.largest_error));
     }
     if (o.tile == SQUARES) error = all(sum_lanes(error));
     I better = k ? error < least : all(-1);
@@ -558,13 +571,14 @@ static void share(int64_t tiles, int threads, Work work, int64_t least = 256) {
   for (auto &other : others) other.join();
 }
 
+static I lane_hashes() {
+  I r;
+  EACH for (int j = 0; j < W; j++) r.p[i][j] = (int32_t)mix(i * W + j);
+  return r;
+}
+
 static Task task_of(const Options *options, const Call *call) {
-  Task t;
-  t.o = *options;
-  t.c = *call;
-  t.largest = 0;
-  EACH for (int j = 0; j < W; j++) t.lanes.p[i][j] = (int32_t)mix(i * W + j);
-  return t;
+  return {*options, *call, lane_hashes(), 0};
 }
 
 static float largest_of(const Task &t, int threads) {
@@ -610,6 +624,21 @@ void quantize(const Options *options, const Call *call, int threads) {
 }
 void pack(const Options *options, const Call *call, int threads) {
   quantize_all<true>(options, call, threads);
+}
+void draw(float *out, int64_t rows, int64_t width, uint32_t first, uint32_t second, int threads) {
+  I lanes = lane_hashes();
+  int64_t across = (width + 15) / 16;
+  share(rows * across, threads, [=](int64_t, int64_t from, int64_t to) {
+    for (int64_t block = from; block < to; block++) {
+      int64_t column = block % across * 16;
+      F noise = uniform(all((int32_t)(mix((uint32_t)block + first) + second)), lanes);
+      float *row = out + block / across * width + column;
+      if (column + 16 <= width)
+        store(row, 0, noise, FP32);
+      else
+        std::copy_n((const float *)&noise, width - column, row);
+    }
+  });
 }
 void unpack(const Options *options, const Call *call, int threads) {
   Task t = task_of(options, call);

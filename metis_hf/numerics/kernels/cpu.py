@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -59,7 +60,7 @@ class _Options(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("scaled", "rows", "in_dtype", "out_dtype", "tried")),
         ("factors", ctypes.c_float * 8),
         *((name, ctypes.c_float) for name in ("largest_value", "to_code", "clip")),
-        *((name, ctypes.c_float) for name in ("smallest_base", "largest_error", "error_units")),
+        *((name, ctypes.c_float) for name in ("smallest_base", "largest_error", "error_root")),
         *((name, ctypes.c_float) for name in ("largest_product", "product_units")),
     ]
 
@@ -110,6 +111,19 @@ def run(
     getattr(library, variant.task)(options, ctypes.byref(call), torch.get_num_threads())
     whole = variant.task == "quantize" and variant.scaled
     return tuple(out[:1] if whole else out)
+
+
+def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
+    """See `noise.uniform`; not empty.
+
+    Raises:
+        CompilationError: there is no library.
+    """
+    out = torch.empty(shape, dtype=torch.float32, device=device)
+    width = shape[-1] if shape else 1
+    rows = out.numel() // width
+    load().draw(out.data_ptr(), rows, width, *noise.seeds(key), torch.get_num_threads())
+    return out
 
 
 def _quantize(
@@ -192,8 +206,8 @@ def _options(variant: Specialization, dtype: torch.dtype, across_rows: bool) -> 
             to_code=1 / largest_code(NVFP4, rule),
             clip=EDEN_CLIP,
             smallest_base=SMALLEST_BASE,
-            largest_error=LARGEST_ERROR,
-            error_units=2.0**24 / LARGEST_ERROR / count,
+            largest_error=2.0**24 / count,
+            error_root=math.sqrt(2.0**24 / LARGEST_ERROR / count),
             largest_product=LARGEST_PRODUCT,
             product_units=2.0**30 / LARGEST_PRODUCT / count,
         )
@@ -260,6 +274,9 @@ def _loaded(file: Path) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
         function.restype = None
+    word, size = ctypes.c_uint32, ctypes.c_int64
+    library.draw.argtypes = [ctypes.c_void_p, size, size, word, word, ctypes.c_int]
+    library.draw.restype = None
     return library
 
 

@@ -84,6 +84,7 @@ def test_several_threads() -> None:
     try:
         for quantizer, dim, dtype in COMPILED.values():
             both(quantizer, x, dim=dim, dtype=dtype)
+        both_draw((300, 40))
     finally:
         torch.set_num_threads(threads)
 
@@ -103,6 +104,15 @@ def test_smaller_vectors(flags, tmp_path, monkeypatch) -> None:
     for quantizer, dim, dtype in COMPILED.values():
         for x in TENSORS.values():
             both(quantizer, x.to(dtype), dim=dim, dtype=dtype)
+    both_draw((5, 3, 33))
+
+
+def both_draw(shape: tuple[int, ...]) -> None:
+    """Noise of the library, which must be the reference's."""
+    key = noise.Key(3, torch.tensor(-5, dtype=torch.int32))
+    with use_kernels("reference"):
+        wanted = noise.uniform(shape, key)
+    assert torch.equal(cpu.uniform(torch.Size(shape), key, torch.device("cpu")), wanted)
 
 
 @needs_compiler
