@@ -151,7 +151,7 @@ class StaticScales(LayerState):
 
     def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
         if self.input and not is_known_set(buffers["scales_frozen"]):
-            self._note(buffers, largest_magnitude(x))
+            _note(buffers, largest_magnitude(x), buffers["scales_frozen"] > 0)
 
     def freeze(
         self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
@@ -159,36 +159,35 @@ class StaticScales(LayerState):
         known = buffers["input_amax"], buffers["weight_amax"]
         if is_known_set(buffers["scales_frozen"]):
             return TensorAmax(*known, fixed=not any(each.is_inference() for each in known))
-        return self._of_call(buffers, largest_magnitude(x) if self.input else known[0], weight)
+        own, fixed = largest_magnitude(x) if self.input else known[0], buffers["scales_frozen"] > 0
+        return TensorAmax(torch.where(fixed, known[0], own), _of_weight(buffers, weight, fixed))
 
     def update_and_freeze(
         self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
     ) -> TensorAmax:
         if not self.input or is_known_set(buffers["scales_frozen"]):
             return self.freeze(buffers, x, weight, keys)
-        own = largest_magnitude(x)
-        self._note(buffers, own)
-        return self._of_call(buffers, own, weight)
-
-    @staticmethod
-    def _note(buffers: Mapping[str, Tensor], own: Tensor) -> None:
-        known = buffers["input_amax"]
         fixed = buffers["scales_frozen"] > 0
-        known.copy_(torch.where(fixed, known, torch.maximum(known, own)))
-
-    @staticmethod
-    def _of_call(buffers: Mapping[str, Tensor], own: Tensor, weight: Tensor) -> TensorAmax:
-        fixed, of_weight = buffers["scales_frozen"] > 0, largest_magnitude(weight)
-        return TensorAmax(
-            torch.where(fixed, buffers["input_amax"], own),
-            torch.where(fixed, buffers["weight_amax"], of_weight),
-        )
+        own = _note(buffers, largest_magnitude(x), fixed)
+        return TensorAmax(own, _of_weight(buffers, weight, fixed))
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
         largest = torch.stack([layer.buffers["input_amax"] for layer in layers.values()])
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         for layer, amax in zip(layers.values(), largest):
             layer.buffers["input_amax"].copy_(amax)
+
+
+def _note(buffers: Mapping[str, Tensor], own: Tensor, fixed: Tensor) -> Tensor:
+    """Keep the largest magnitude of an input, unless it is fixed; return the one in force."""
+    known = buffers["input_amax"]
+    own = torch.where(fixed, known, own)
+    torch.maximum(known, own, out=known)
+    return own
+
+
+def _of_weight(buffers: Mapping[str, Tensor], weight: Tensor, fixed: Tensor) -> Tensor:
+    return torch.where(fixed, buffers["weight_amax"], largest_magnitude(weight))
 
 
 # The last reading of each flag.

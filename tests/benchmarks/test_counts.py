@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 MOST = {
     "nn.Linear": 3,
     "nvfp4-rne": 14,
-    "w4a4": 22,
+    "w4a4": 19,
     "nvidia": 15,
     "four-over-six": 15,
     "quartet2": 19,
