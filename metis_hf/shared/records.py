@@ -133,7 +133,6 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "versions": package_versions(),
         "python": platform.python_version(),
         "device": device_name(device),
-        "precision": "bf16" if bf16_units(device) else "fp32",
         "commit": commit(),
     }
 
