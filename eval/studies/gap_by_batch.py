@@ -1,4 +1,4 @@
-"""Gap of each scheme against the tokens of an optimizer step, at equal tokens: docs/results.md.
+"""Gap of each scheme against width and tokens of an optimizer step, at equal tokens.
 
     python eval/studies/gap_by_batch.py
 
@@ -8,6 +8,7 @@ table in docs/results.md. Nothing is trained.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -28,20 +29,27 @@ def tokens_of_step(record: dict[str, Any]) -> int:
     return record["plan"]["global_batch"] * record["plan"]["experiment"]["sequence_length"]
 
 
+def width_of(record: dict[str, Any]) -> int:
+    """Return the width of the model."""
+    return record["plan"]["experiment"]["model"]["hidden_size"]
+
+
 def table(records: list[dict[str, Any]]) -> str:
-    """Return a row for each batch.
+    """Return a row for each width and batch.
 
     Raises:
-        ValueError: records that differ in more than the batch.
+        ValueError: records of one width that differ in more than the batch.
     """
-    records = sorted(records, key=tokens_of_step)
-    plans = [record["plan"]["experiment"] for record in records]
-    alike = [(plan["model"], plan["training"]["learning_rate"]) for plan in plans]
-    tokens = [record["tokens"] for record in records]
-    # Whole steps alone are trained.
-    differ = max(tokens) - min(tokens) > tokens_of_step(records[-1])
-    if differ or any(each != alike[0] for each in alike):
-        raise ValueError(f"{OUT}: records of other tokens, another model or learning rate")
+    records = sorted(records, key=lambda record: (width_of(record), tokens_of_step(record)))
+    for _, group in itertools.groupby(records, width_of):
+        of_width = list(group)
+        plans = [record["plan"]["experiment"] for record in of_width]
+        alike = [(plan["model"], plan["training"]["learning_rate"]) for plan in plans]
+        tokens = [record["tokens"] for record in of_width]
+        # Whole steps alone are trained.
+        differ = max(tokens) - min(tokens) > tokens_of_step(of_width[-1])
+        if differ or any(each != alike[0] for each in alike):
+            raise ValueError(f"{OUT}: records of other tokens, another model or learning rate")
     names = [s["name"] for s in records[0]["summaries"] if s["name"] != CONTROL]
     rows = []
     for record in records:
@@ -49,12 +57,12 @@ def table(records: list[dict[str, Any]]) -> str:
         control, step = found[CONTROL], tokens_of_step(record)
         rows.append(
             [
-                f"{step:,}", f"{round(record['tokens'] / step):,}", str(len(control["losses"])),
-                f"{control['mean']:.3f}",
+                str(width_of(record)), f"{step:,}", f"{round(record['tokens'] / step):,}",
+                str(len(control["losses"])), f"{control['mean']:.3f}",
                 *(format_gap(Interval(**found[name]["gap"])) for name in names),
             ]
         )  # fmt: skip
-    header = ["Tokens a step", "Steps", "Seeds", "Loss of bf16"]
+    header = ["Width", "Tokens a step", "Steps", "Seeds", "Loss of bf16"]
     return markdown_table([*header, *(f"{name}: gap, %" for name in names)], rows)
 
 

@@ -45,7 +45,7 @@ UNSHOWN = {
     *(f"width-96{end}" for end in ("", "-quarter", "-searched", "-lr-4e-3", "-lr-16e-3")),
     *(f"width-384{end}" for end in ("-quarter", "-switch", "-end", "-middle", "-fresh")),
     *(f"tokens-{count}" for count in (5, 10, 20, 40)),
-    *(f"batch-size/{count}" for count in ("2k", "8k", "32k")),
+    *(f"batch-size/{width}{count}" for width in ("", "192-") for count in ("2k", "8k", "32k")),
 }
 
 
