@@ -234,7 +234,7 @@ INLINE void store_bytes(uint8_t *y, I v) {
   narrow(y, v);
 }
 
-// x, which is 2^n, in units of E2M1's spacing at a, in [0, 6]: 1/2, 1 or 2.
+// Bits that, added to a number's, multiply it by twice E2M1's spacing at a, in [0, 6]: by 1, 2 or 4.
 INLINE I spacing_of(F a) {
   I ones = all(0x3f800000);  // magnitudes are ordered as integers; a NaN may give any number
   return (larger(bits(a), ones) & 0x7f800000) - ones;
