@@ -7,6 +7,9 @@ the same numbers. Batches of other shapes and another precision of the layers ma
 Steps that cannot be recorded run in Python, and one warning says why: they wait for the GPU
 (routing to experts), their scheme keeps a state, or there is one shape too many. Kept subspaces
 (`subspace_interval`) make two recordings of a shape: with a search, and without.
+
+Under DDP each process records its own step, without the communication: some record while others
+still run in Python. So no step goes through DDP, and `average` does its work afterwards.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import TrainingArguments, masking_utils
 from transformers.utils import import_utils, logging
@@ -190,17 +195,13 @@ class StepGraphs:
         places = tree_unflatten(leaves, tree)
         device = next(self._model.parameters()).device
         place = None if count is None else torch.as_tensor(count, device=device).clone()
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        before = [p.grad for p in parameters]
         reason = ""
         for masks in (_masks_of_whole_rows(inputs), contextlib.nullcontext()):
-            for p in parameters:
-                p.grad = None
             release(self._model)  # what is kept of a weight would become a constant
             try:
-                with masks:
+                with masks, _stand_ins(self._model) as pairs:
                     play, loss = self.record(lambda: step(places, place))
-                gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+                gradients = [(p, one.grad) for p, one in pairs if one.grad is not None]
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
                 return _Recording(tensors, place, play, loss, gradients, precision)
             except RuntimeError as error:
@@ -208,8 +209,6 @@ class StepGraphs:
                 reason = str(cause).strip().splitlines()[0]
             finally:
                 release(self._model)
-                for p, grad in zip(parameters, before):
-                    p.grad = grad
         self._refuse(f"recording one failed: {reason}")
         return None
 
@@ -241,6 +240,57 @@ class StepGraphs:
 
 
 @contextlib.contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """Let a model hold other parameters over the same memory; yields (its own, stand-in) of each.
+
+    DDP waits for the gradients of the model's own on the stream that it was made on, which is not
+    the one that is recorded. Only parameters that train are replaced.
+    """
+    held = [
+        (module, name, p)
+        for module in model.modules()
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if p.requires_grad
+    ]
+    others = {p: nn.Parameter(p.detach()) for _, _, p in held}
+    try:
+        for module, name, p in held:
+            setattr(module, name, others[p])
+        yield list(others.items())
+    finally:
+        for module, name, p in held:
+            setattr(module, name, p)
+
+
+def average(model: DistributedDataParallel) -> None:
+    """Average gradients over processes, and give all of them the first one's buffers.
+
+    As DDP does after a backward pass and before the next forward pass, for steps that did not go
+    through it.
+
+    Raises:
+        ValueError: a parameter that trains has no gradient, and other processes may have one.
+    """
+    trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+    if missing := [name for name, p in trained if p.grad is None]:
+        raise ValueError(
+            f"cuda_graphs: {len(missing)} of {len(trained)} parameters have no gradient, the first "
+            f"is {missing[0]}, and processes can only average what each has. Freeze what the loss "
+            "does not depend on (requires_grad_(False)), or leave cuda_graphs out"
+        )
+    group, size = model.process_group, dist.get_world_size(model.process_group)
+    gradients = [p.grad for _, p in trained]
+    torch._foreach_div_(gradients, size)
+    work = [dist.all_reduce(grad, group=group, async_op=True) for grad in gradients]
+    if model.broadcast_buffers:
+        first = dist.get_global_rank(group, 0)
+        for buffer in model.module.buffers():
+            work.append(dist.broadcast(buffer, first, group=group, async_op=True))
+    for one in work:
+        one.wait()
+
+
+@contextlib.contextmanager
 def _masks_of_whole_rows(inputs: Inputs) -> Iterator[None]:
     """Let transformers leave causal masks to the attention kernel while a step is recorded."""
     # It reads from the GPU whether rows are padded or packed, and makes a mask in full where it
@@ -266,14 +316,13 @@ def obstacles(args: TrainingArguments) -> list[str]:
     reasons = []
     if os.environ.get(ENVIRONMENT) == "0":
         reasons.append(f"{ENVIRONMENT}=0 is set")
-    devices = args.world_size * max(1, args.n_gpu)
     if args.device.type != "cuda":
         reasons.append(f"the device is {args.device.type}, and CUDA graphs need a CUDA device")
-    if devices > 1:
-        reasons.append(f"{devices} devices train together, and a recording is of one")
+    if args.n_gpu > 1:
+        reasons.append(f"one process drives {args.n_gpu} devices; start one for each (torchrun)")
     launched = any(parse_flag_from_env(f"ACCELERATE_USE_{x}") for x in ("FSDP", "DEEPSPEED"))
     if args.deepspeed or args.fsdp or launched:
-        reasons.append("DeepSpeed and FSDP keep gradients in places of their own")
+        reasons.append("DeepSpeed and FSDP gather weights into memory that moves; use DDP")
     if args.fp16:
         reasons.append("fp16 scales its loss by a number of the host's; use bf16")
     if args.torch_compile:

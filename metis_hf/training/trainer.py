@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from metis_hf.conversion.card import add_to_trainers_card
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.training.callback import MetisCallback
-from metis_hf.training.cuda_graph import StepGraphs, check
+from metis_hf.training.cuda_graph import StepGraphs, average, check
 from metis_hf.training.resume import guard_loading
 
 
@@ -29,7 +30,7 @@ class MetisTrainerMixin:
     Args:
         cuda_graphs: record the forward and the backward pass of a step, and play the recording: on
             a GPU, where starting some hundred operations a layer takes most of a step; see
-            `cuda_graph`. On one device.
+            `cuda_graph`. On one device, or several under DDP.
 
     Raises:
         ValueError: `cuda_graphs` where steps cannot be recorded.
@@ -86,11 +87,13 @@ class MetisTrainerMixin:
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Compute loss and gradients of a batch, from a recording where `cuda_graphs` is set."""
-        step = partial(super().training_step, model)  # type: ignore[misc]
+        parallel = model if isinstance(model, DistributedDataParallel) else None
+        own = parallel.module if parallel is not None and self.cuda_graphs else model
+        step = partial(super().training_step, own)  # type: ignore[misc]
         if not self.cuda_graphs:
             return step(inputs, num_items_in_batch)
         if self.graphs is None:
-            self.graphs = StepGraphs(model)
+            self.graphs = StepGraphs(own)
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         extra = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
         # As Trainer's own step does, which a recording leaves out; evaluation has turned them off.
@@ -98,7 +101,10 @@ class MetisTrainerMixin:
             model.train()
         if callable(getattr(self.optimizer, "train", None)):  # type: ignore[attr-defined]
             self.optimizer.train()  # type: ignore[attr-defined]
-        return self.graphs.run(step, inputs, num_items_in_batch, extra=extra)
+        loss = self.graphs.run(step, inputs, num_items_in_batch, extra=extra)
+        if parallel is not None and self.accelerator.sync_gradients:  # type: ignore[attr-defined]
+            average(parallel)
+        return loss
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card that Trainer writes, and how the model computes, costs, loads and serves.

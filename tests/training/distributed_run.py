@@ -4,7 +4,7 @@ One process imports what takes seconds, and is forked into RANKS, with the envir
 
 Engines: "ddp", "fsdp" (FSDP2, one unit per decoder layer), "tp", "zero2", "zero3" (DeepSpeed), and
 "one", a single process that sees the same micro-batches through gradient accumulation. Each rank
-writes OUT/ENGINE-CASE.RANK.pt. Cases are in distributed_cases; the tests look at their results.
+writes OUT/ENGINE-CASE.RANK.pt. Cases are in the modules ..._cases; the tests look at their results.
 """
 
 from __future__ import annotations
@@ -195,11 +195,12 @@ def rank():
 
 
 def main():
-    from training import distributed_cases, parallel_cases
+    from training import distributed_cases, parallel_cases, recorded_cases
 
+    modules = distributed_cases, parallel_cases, recorded_cases
     engine, out, *names = sys.argv[1:]
     for name in names:
-        case = getattr(distributed_cases, name, None) or getattr(parallel_cases, name)
+        case = next(getattr(module, name) for module in modules if hasattr(module, name))
         result = case(engine, Path(out) / f"{engine}-{name}")
         torch.save(result, Path(out) / f"{engine}-{name}.{rank()}.pt")
     dist.barrier()

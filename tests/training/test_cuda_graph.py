@@ -1,7 +1,6 @@
 """Steps that are recorded once and played: on a CPU with a stand-in, in CUDA graphs on a GPU.
 
-The stand-in computes a recording's step again from the recording's own places, and writes into the
-tensors that the recording gave: what a CUDA graph does with them.
+Under DDP: test_cuda_graph_ddp.
 """
 
 from __future__ import annotations
@@ -24,38 +23,10 @@ from metis_hf.numerics.kernels import use_kernels
 from metis_hf.training import cuda_graph
 from metis_hf.training import trainer as trainer_module
 from metis_hf.training.cuda_graph import StepGraphs, check
+from training.recordings import Again
 from training.trainer_tools import arguments, converted, losses
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-class Again:
-    """Stands in for a CUDA graph."""
-
-    def __init__(self, model) -> None:
-        self.model = model
-        self.played = 0
-
-    def __call__(self, run):
-        loss = run()
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        grads = [p.grad for p in parameters]
-
-        def play() -> None:
-            self.played += 1
-            before = [p.grad for p in parameters]
-            for p in parameters:
-                p.grad = None
-            new = run()
-            loss.copy_(new)
-            for p, place, old in zip(parameters, grads, before):
-                place.copy_(p.grad)
-                p.grad = old
-
-        # Nothing is computed while a graph is recorded.
-        for place in (loss, *grads):
-            place.detach_().fill_(float("nan"))
-        return play, loss
 
 
 def rows(count: int, lengths: tuple[int, ...] = (24,)) -> list[dict[str, torch.Tensor]]:
@@ -130,7 +101,7 @@ def test_recordings_that_share_memory_spoil_no_gradient(tmp_path) -> None:
 
         def __call__(self, run):
             play, loss = super().__call__(run)
-            mine = [p.grad for p in self.model.parameters() if p.requires_grad]
+            mine = self.places
             self.results.append(mine)
 
             def play_over_others() -> None:
@@ -228,16 +199,16 @@ def test_runs_that_cannot_be_recorded_are_refused(tmp_path, monkeypatch) -> None
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as accelerate launches
     args = arguments(tmp_path, torch_empty_cache_steps=2)
     with pytest.raises(
-        ValueError, match=r"the device is cpu.*FSDP keep.*frees memory.*Leave cuda_graphs out"
+        ValueError, match=r"the device is cpu.*FSDP gather.*frees memory.*Leave cuda_graphs out"
     ):
         check(args)
     with pytest.raises(ValueError, match="the device is cpu"):
         MetisTrainer(model=get_metis_model(llama(), MetisConfig()), args=args, cuda_graphs=True)
     monkeypatch.setenv("METIS_CUDA_GRAPHS", "0")
-    monkeypatch.setattr(type(args), "world_size", 2)
+    monkeypatch.setattr(type(args), "n_gpu", 2)
     args.fp16 = args.torch_compile = True
     with pytest.raises(
-        ValueError, match=r"GRAPHS=0 is set.*2 devices train.*fp16 scales.*reduce-overhead"
+        ValueError, match=r"GRAPHS=0 is set.*drives 2 devices.*fp16 scales.*reduce-overhead"
     ):
         check(args)
 

@@ -9,7 +9,8 @@ import torch
 from metis_hf import PrecisionSchedule, high_precision, set_precision
 from metis_hf.training import cuda_graph
 from metis_hf.training.cuda_graph import StepGraphs
-from training.test_cuda_graph import Again, recorded_as_plain, rows
+from training.recordings import Again
+from training.test_cuda_graph import recorded_as_plain, rows
 from training.trainer_tools import converted
 
 
