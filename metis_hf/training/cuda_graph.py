@@ -9,14 +9,15 @@ Steps that cannot be recorded run in Python, and one warning says why: they wait
 (`subspace_interval`) make two recordings of a shape: with a search, and without.
 
 Under DDP each process records its own step, without the communication: some record while others
-still run in Python. So no step goes through DDP, and `average` does its work afterwards.
+still run in Python. So no step goes through DDP, and `average` does its work afterwards. Under
+FSDP2 blocks are recorded one by one: see `block_graphs`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ logger = logging.get_logger(__name__)
 Inputs = Mapping[str, Any]
 Step = Callable[[Inputs, Any], Tensor]
 # Records what a function does: gives (what plays it, its result, to which playing gives contents).
-Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 
 ENVIRONMENT = "METIS_CUDA_GRAPHS"  # 0: record nothing
 WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
@@ -55,7 +56,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # of the steps in Python, for the recording's own memory
@@ -74,75 +75,68 @@ class _Recording:
     play: Callable[[], None]
     loss: Tensor  # 0-dim
     gradients: list[tuple[nn.Parameter, Tensor]]
-    precision: int  # of the layers, as `StepGraphs._precision` numbers it
 
 
-class StepGraphs:
-    """The recordings of one model's training steps.
+def changing_state(model: nn.Module) -> str | None:
+    """Say which schemes keep a state that no recording can follow; None: none does."""
+    schemes = {
+        layer.config.scheme
+        for _, layer in metis_layers(model)
+        if layer.state_names and layer.scheme.state and not layer.scheme.state.can_be_recorded
+    }
+    return (
+        f"{', '.join(sorted(schemes))} keeps a state that changes with each step"
+        if schemes
+        else None
+    )
+
+
+class Recordings:
+    """What is recorded of a model or a block, by what the host knows of a call.
 
     Args:
-        model: a converted model.
-        record: records a step; None: into CUDA graphs.
+        model: a converted model, or a part of one.
 
     Attributes:
         recordings: how many were made.
         refused: why steps run in Python; None where they are recorded.
     """
 
-    def __init__(self, model: nn.Module, record: Recorder | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers: list[MetisLayer] = [layer for _, layer in metis_layers(model)]
-        self.record = CudaRecorder() if record is None else record
-        self.made: dict[Hashable, _Recording] = {}
+        self.made: dict[Hashable, Any] = {}
         self.recordings = 0
         self._seen: dict[Hashable, int] = {}
         self._precisions: list[list[tuple[MetisConfig, Scheme]]] = []
         self._is_full = False  # and it has been said
-        self._places: set[int] = set()  # of the gradients of all recordings, which keep them
         self.refused: str | None = None
-        changing = {
-            layer.config.scheme
-            for layer in self._layers
-            if layer.state_names and layer.scheme.state and not layer.scheme.state.can_be_recorded
-        }
-        if changing:
-            self._refuse(f"{', '.join(sorted(changing))} keeps a state that changes with each step")
 
-    def run(self, step: Step, inputs: Inputs, count: Any, *, extra: Hashable = None) -> Tensor:
-        """Compute the loss of a batch, and add its gradients to the parameters'.
+    def runs_in_python(self, leaves: Sequence[Any]) -> bool:
+        """Return whether a call with these values is not to be recorded, nor played."""
+        if self.refused or any(layer._forward_hooks for layer in self._layers):
+            return True
+        if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
+            self.refuse(f"a batch holds a {type(unknown[0]).__name__}, which cannot be copied in")
+        return bool(unknown)
+
+    def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the recording of a kind of call; None where it runs in Python.
 
         Args:
-            step: does so in Python; called with the batch and `num_items_in_batch`.
-            inputs: the batch, on the model's device.
-            count: `num_items_in_batch`: an int, a 0-dim tensor or None.
-            extra: whatever else of a step is a constant of Python's.
-
-        Returns:
-            The loss, 0-dim.
+            key: what the host knows of the call beside the layers and their parameters.
+            make: records it; None where that is not possible.
         """
-        if self.refused or any(layer._forward_hooks for layer in self._layers):
-            return step(inputs, count)
-        leaves, tree = tree_flatten(dict(inputs))
-        if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
-            self._refuse(f"a batch holds a {type(unknown[0]).__name__}, which cannot be copied in")
-            return step(inputs, count)
         precision = self._precision()
-        batch = (str(tree), *map(_form, leaves))
-        counted = _form(count) if isinstance(count, Tensor) else type(count)  # copied, as a number
         trained = tuple(id(p) for p in self._model.parameters() if p.requires_grad)
-        key = (batch, counted, precision, trained, self._phases(), extra)
-        found = self.made.get(key)
-        if found is None:
+        key = (key, precision, trained, self._phases())
+        if key not in self.made:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
-            if seen <= WARM_UP or not self._make_room(precision):
-                return step(inputs, count)
-            found = self._new(step, inputs, count, precision)
-            if found is None:
-                return step(inputs, count)
-            self.made[key] = found
+            if seen <= WARM_UP or not self._make_room(precision) or (made := make()) is None:
+                return None
+            self.made[key] = made
             self.recordings += 1
-            self._places |= {id(grad) for _, grad in found.gradients}
-        return self._play(found, leaves, count)
+        return self.made[key]
 
     def _precision(self) -> int:
         """Return a number for the precision of the layers: its place among all that were seen."""
@@ -164,8 +158,8 @@ class StepGraphs:
         """Return whether a step may be recorded; a recording of another precision gives way."""
         if len(self.made) < MOST_RECORDINGS:
             return True
-        for key, made in self.made.items():
-            if made.precision != precision:
+        for key in self.made:
+            if key[1] != precision:  # type: ignore[index]
                 del self.made[key], self._seen[key]
                 return True
         if not self._is_full:
@@ -177,9 +171,46 @@ class StepGraphs:
             )
         return False
 
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
+        """Run in Python from now on, and say why."""
         self.refused = reason
         logger.warning("cuda_graphs: steps run in Python: %s", reason)
+
+
+class StepGraphs(Recordings):
+    """The recordings of one model's training steps.
+
+    Args:
+        model: a converted model.
+        record: records a step; None: into CUDA graphs.
+    """
+
+    def __init__(self, model: nn.Module, record: Recorder | None = None) -> None:
+        super().__init__(model)
+        self.record = CudaRecorder() if record is None else record
+        if reason := changing_state(model):
+            self.refuse(reason)
+        self._places: set[int] = set()  # of the gradients of all recordings, which keep them
+
+    def run(self, step: Step, inputs: Inputs, count: Any, *, extra: Hashable = None) -> Tensor:
+        """Compute the loss of a batch, and add its gradients to the parameters'.
+
+        Args:
+            step: does so in Python; called with the batch and `num_items_in_batch`.
+            inputs: the batch, on the model's device.
+            count: `num_items_in_batch`: an int, a 0-dim tensor or None.
+            extra: whatever else of a step is a constant of Python's.
+
+        Returns:
+            The loss, 0-dim.
+        """
+        leaves, tree = tree_flatten(dict(inputs))
+        if self.runs_in_python(leaves):
+            return step(inputs, count)
+        counted = form(count) if isinstance(count, Tensor) else type(count)  # copied, as a number
+        key = (str(tree), *map(form, leaves), counted, extra)
+        found = self.find(key, lambda: self._new(step, inputs, count))
+        return step(inputs, count) if found is None else self._play(found, leaves, count)
 
     def forget(self) -> None:
         """Forget the recordings, and give back what they keep of the device's memory."""
@@ -188,7 +219,7 @@ class StepGraphs:
         if isinstance(self.record, CudaRecorder):
             self.record = CudaRecorder()
 
-    def _new(self, step: Step, inputs: Inputs, count: Any, precision: int) -> _Recording | None:
+    def _new(self, step: Step, inputs: Inputs, count: Any) -> _Recording | None:
         """Record a step; None where that is not possible."""
         leaves, tree = tree_flatten(dict(inputs))
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -199,17 +230,22 @@ class StepGraphs:
         for masks in (_masks_of_whole_rows(inputs), contextlib.nullcontext()):
             release(self._model)  # what is kept of a weight would become a constant
             try:
-                with masks, _stand_ins(self._model) as pairs:
+                trained = (p for p in self._model.parameters() if p.requires_grad)
+                # DDP waits for the gradients of its own on the stream that it was made on, which is
+                # not the one that is recorded.
+                others = {p: nn.Parameter(p.detach()) for p in trained}
+                with masks, stand_ins(self._model, others):
                     play, loss = self.record(lambda: step(places, place))
-                gradients = [(p, one.grad) for p, one in pairs if one.grad is not None]
+                gradients = [(p, q.grad) for p, q in others.items() if q.grad is not None]
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                return _Recording(tensors, place, play, loss, gradients, precision)
+                self._places |= {id(grad) for _, grad in gradients}
+                return _Recording(tensors, place, play, loss, gradients)
             except RuntimeError as error:
                 cause = error.__context__ or error  # leaving the recording fails after that, too
                 reason = str(cause).strip().splitlines()[0]
             finally:
                 release(self._model)
-        self._refuse(f"recording one failed: {reason}")
+        self.refuse(f"recording one failed: {reason}")
         return None
 
     def _play(self, recording: _Recording, batch: list[Any], count: Any) -> Tensor:
@@ -240,23 +276,18 @@ class StepGraphs:
 
 
 @contextlib.contextmanager
-def _stand_ins(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Let a model hold other parameters over the same memory; yields (its own, stand-in) of each.
-
-    DDP waits for the gradients of the model's own on the stream that it was made on, which is not
-    the one that is recorded. Only parameters that train are replaced.
-    """
+def stand_ins(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Let a model hold other parameters in place of its own."""
     held = [
         (module, name, p)
         for module in model.modules()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if p.requires_grad
+        if p in others
     ]
-    others = {p: nn.Parameter(p.detach()) for _, _, p in held}
     try:
         for module, name, p in held:
             setattr(module, name, others[p])
-        yield list(others.items())
+        yield
     finally:
         for module, name, p in held:
             setattr(module, name, p)
@@ -320,9 +351,10 @@ def obstacles(args: TrainingArguments) -> list[str]:
         reasons.append(f"the device is {args.device.type}, and CUDA graphs need a CUDA device")
     if args.n_gpu > 1:
         reasons.append(f"one process drives {args.n_gpu} devices; start one for each (torchrun)")
-    launched = any(parse_flag_from_env(f"ACCELERATE_USE_{x}") for x in ("FSDP", "DEEPSPEED"))
-    if args.deepspeed or args.fsdp or launched:
-        reasons.append("DeepSpeed and FSDP gather weights into memory that moves; use DDP")
+    if args.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        reasons.append("DeepSpeed keeps gradients in places of its own; use DDP or FSDP2")
+    if args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        reasons += _obstacles_of_fsdp(args)
     if args.fp16:
         reasons.append("fp16 scales its loss by a number of the host's; use bf16")
     if args.torch_compile:
@@ -331,6 +363,25 @@ def obstacles(args: TrainingArguments) -> list[str]:
         )
     if args.torch_empty_cache_steps is not None:
         reasons.append("torch_empty_cache_steps frees memory that recordings use")
+    return reasons
+
+
+def _obstacles_of_fsdp(args: TrainingArguments) -> list[str]:
+    config: Any = args.fsdp_config or {}
+    version = config.get("version", 2) if args.fsdp else os.environ.get("FSDP_VERSION", 1)
+    reasons = []
+    if int(version) == 1:
+        reasons.append("FSDP1 flattens parameters; use FSDP2 (fsdp_version: 2)")
+    wrapped = str(config.get("activation_checkpointing", False)).lower() == "true"
+    if (
+        args.gradient_checkpointing
+        or wrapped
+        or parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING")
+    ):
+        reasons.append(
+            "recorded blocks are computed again in the backward pass; leave activation "
+            "checkpointing out, which would do so twice"
+        )
     return reasons
 
 
@@ -347,6 +398,6 @@ def check(args: TrainingArguments) -> None:
         )
 
 
-def _form(value: Any) -> Hashable:
+def form(value: Any) -> Hashable:
     """Return the key of a batch value: (shape, dtype) of a tensor, repr(value) otherwise."""
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)

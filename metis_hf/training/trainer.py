@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from metis_hf.conversion.card import add_to_trainers_card
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.training.block_graphs import BlockGraphs, units
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.cuda_graph import StepGraphs, average, check
 from metis_hf.training.resume import guard_loading
@@ -30,7 +31,7 @@ class MetisTrainerMixin:
     Args:
         cuda_graphs: record the forward and the backward pass of a step, and play the recording: on
             a GPU, where starting some hundred operations a layer takes most of a step; see
-            `cuda_graph`. On one device, or several under DDP.
+            `cuda_graph`. On one device, or several under DDP or FSDP2.
 
     Raises:
         ValueError: `cuda_graphs` where steps cannot be recorded.
@@ -41,7 +42,7 @@ class MetisTrainerMixin:
         if cuda_graphs:
             check(self.args)  # type: ignore[attr-defined]
         self.cuda_graphs = cuda_graphs
-        self.graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | BlockGraphs | None = None
         handler = self.callback_handler  # type: ignore[attr-defined]
         if not any(isinstance(callback, MetisCallback) for callback in handler.callbacks):
             added = MetisCallback()
@@ -90,10 +91,11 @@ class MetisTrainerMixin:
         parallel = model if isinstance(model, DistributedDataParallel) else None
         own = parallel.module if parallel is not None and self.cuda_graphs else model
         step = partial(super().training_step, own)  # type: ignore[misc]
-        if not self.cuda_graphs:
+        if self.cuda_graphs and self.graphs is None:
+            blocks = units(model)
+            self.graphs = BlockGraphs(blocks) if blocks else StepGraphs(own)
+        if self.graphs is None or isinstance(self.graphs, BlockGraphs):
             return step(inputs, num_items_in_batch)
-        if self.graphs is None:
-            self.graphs = StepGraphs(own)
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         extra = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
         # As Trainer's own step does, which a recording leaves out; evaluation has turned them off.

@@ -1,21 +1,40 @@
-"""Cases of distributed_run: steps that each process records by itself under DDP."""
+"""Cases of distributed_run: steps that each process records by itself, under FSDP2 by blocks."""
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import torch
 
 from metis_hf.training import trainer as trainer_module
+from metis_hf.training.block_graphs import BlockGraphs
 from metis_hf.training.cuda_graph import StepGraphs
 from training.distributed_cases import error_of, outcome
 from training.distributed_run import Rows, build, make_trainer
-from training.recordings import Again
+from training.recordings import Again, AgainFromPlaces
 
 CONFIGS = {
     "kept subspaces": {"scheme": "metis", "subspace_interval": 2, "subspace_refinements": 1},
     "split weight": {"scheme": "metis", "split_weight": True},
 }
+
+
+@contextlib.contextmanager
+def recording_by(recorder):
+    """Let trainers record steps, and blocks under FSDP2, with a stand-in for CUDA graphs."""
+
+    class Steps(StepGraphs):
+        def __init__(self, model) -> None:
+            super().__init__(model, recorder)
+
+    class Blocks(BlockGraphs):
+        def __init__(self, blocks) -> None:
+            super().__init__(blocks, recorder)
+
+    stand_ins = {"StepGraphs": Steps, "BlockGraphs": Blocks}
+    with mock.patch.multiple(trainer_module, **stand_ins):
+        yield
 
 
 class TwoLengths(Rows):
@@ -50,11 +69,11 @@ def recorded(engine, out):
             trainer = make_trainer(engine, out, model, **options)
             trainer.train_dataset = TwoLengths(128)
             trainer.cuda_graphs = cuda_graphs
-            graphs = StepGraphs(model, Again(model))
-            with mock.patch.object(trainer_module, "StepGraphs", return_value=graphs):
+            recorder = Again(model) if engine == "ddp" else AgainFromPlaces(model)
+            with recording_by(recorder):
                 trainer.train()
             buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
-            seen = {"played": graphs.record.played, "buffers": buffers}
+            seen = {"played": recorder.played, "buffers": buffers}
             results[name, cuda_graphs] = outcome(trainer) | seen
     return results
 

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on machines without a GPU."""
+"""Stand-ins for CUDA graphs on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -38,3 +38,22 @@ class Again:
         for buffer, before in buffers:
             buffer.copy_(before)
         return play, loss
+
+
+class AgainFromPlaces:
+    """Calls again what was recorded, which writes its results into places that it knows."""
+
+    def __init__(self, model=None) -> None:
+        self.model = model
+        self.played = 0
+
+    def __call__(self, run):
+        def play() -> None:
+            self.played += 1
+            run()
+
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        run()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        return play, None

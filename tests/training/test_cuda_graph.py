@@ -1,6 +1,6 @@
 """Steps that are recorded once and played: on a CPU with a stand-in, in CUDA graphs on a GPU.
 
-Under DDP: test_cuda_graph_ddp.
+In two processes: test_cuda_graph_distributed.
 """
 
 from __future__ import annotations
@@ -199,9 +199,17 @@ def test_runs_that_cannot_be_recorded_are_refused(tmp_path, monkeypatch) -> None
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as accelerate launches
     args = arguments(tmp_path, torch_empty_cache_steps=2)
     with pytest.raises(
-        ValueError, match=r"the device is cpu.*FSDP gather.*frees memory.*Leave cuda_graphs out"
+        ValueError, match=r"the device is cpu.*FSDP1 flattens.*frees memory.*Leave cuda_graphs out"
     ):
         check(args)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    args.gradient_checkpointing = True
+    with pytest.raises(ValueError, match=r"are computed again in the backward pass; leave"):
+        check(args)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=r"DeepSpeed keeps .* use DDP or FSDP2"):
+        check(args)
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
     with pytest.raises(ValueError, match="the device is cpu"):
         MetisTrainer(model=get_metis_model(llama(), MetisConfig()), args=args, cuda_graphs=True)
     monkeypatch.setenv("METIS_CUDA_GRAPHS", "0")
