@@ -87,7 +87,7 @@ class _Recording:
     outputs: list[Tensor]
     grad_outputs: list[Tensor]
     grad_inputs: list[Tensor | None]  # one for each input
-    tree: Any  # of what the block returns
+    tree: Any  # of the returned values
     play_forward: Callable[[], None]
     play_backward: Callable[[], None] | None  # None: no gradient is wanted
 
@@ -166,7 +166,7 @@ class _Block(Recordings):
         grads = places("grad_input", [inputs[number] for number in wanted])
 
         def run() -> tuple[list[Tensor], list[Tensor]]:
-            """Return (tensors of the recording that gradients are of, what the block returns)."""
+            """Return (the tensors that gradients are of, the returned ones)."""
             own = [
                 place.detach().requires_grad_(tensor.requires_grad)
                 for place, tensor in zip(inputs, tensors)

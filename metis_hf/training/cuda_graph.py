@@ -92,7 +92,7 @@ def changing_state(model: nn.Module) -> str | None:
 
 
 class Recordings:
-    """What is recorded of a model or a block, by what the host knows of a call.
+    """The recordings of a model or a block, by what the host knows of a call.
 
     Args:
         model: a converted model, or a part of one.
