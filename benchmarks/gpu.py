@@ -59,6 +59,12 @@ def compare(context: Context) -> Iterator[Item]:
     yield from items(context)
 
 
+def large(context: Context) -> Iterator[Item]:
+    from on_gpu.large import large as items
+
+    yield from items(context)
+
+
 def scale(context: Context) -> Iterator[Item]:
     from on_gpu.scale import scale as items
 
@@ -70,6 +76,7 @@ PARTS: dict[str, Part] = {
     "tests": suite.tests,
     "kernels": kernels.kernels,
     "layer": parts.layers,
+    "large": large,
     "step": parts.steps,
     "fidelity": parts.fidelity,
     "compare": compare,

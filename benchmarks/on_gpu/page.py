@@ -196,6 +196,21 @@ def _step(entry: Entry) -> str:
     return text
 
 
+def _large(entry: Entry) -> str:
+    rows = _rows(entry)
+    plain = [row for row in rows if row["name"] == "bf16" and not row["recorded"]]
+    cells = []
+    for row in rows:
+        share = f"{row['tokens_per_s'] / plain[0]['tokens_per_s']:.2f}" if plain else ""
+        how = "recorded" if row["recorded"] else ": ".join(filter(None, ["by Python", row["note"]]))
+        times = [spread(row, "ms"), f"{row['tokens_per_s']:.0f}", share]
+        cells.append([row["name"], how, *times, megabytes(row["peak_bytes"])])
+    if not cells:
+        return ""
+    columns = ["scheme", "blocks", "ms a step (quartiles)", "tokens/s", "of bf16's", "peak MB"]
+    return f"{rows[0]['parameters'] / 1e9:.1f} billion parameters.\n\n" + table(columns, cells)
+
+
 def _fidelity(entry: Entry) -> str:
     columns = ["loss_rise_percent", "kl_nats", "same_top_token"]
     columns += ["gradient_error", "gradient_cosine"]
@@ -264,6 +279,7 @@ _TITLES = {
     "tests": "Tests that need a GPU",
     "kernels": "Quantizers",
     "layer": "One layer, forward and backward",
+    "large": "Llama-3 8B, a training step",
     "step": "A training step",
     "fidelity": "Fidelity",
     "compare": "Comparison",
@@ -274,6 +290,7 @@ _SECTIONS: dict[str, Callable[[Entry], str]] = {
     "tests": _tests,
     "kernels": _kernels,
     "layer": _layer,
+    "large": _large,
     "step": _step,
     "fidelity": _fidelity,
     "compare": _compare,

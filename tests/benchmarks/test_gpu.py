@@ -181,7 +181,7 @@ def test_targets_for_a_gpu_are_read_from_its_record(tmp_path, monkeypatch):
     assert report.gpu_layer_ratio("nvfp4")() == (1.5, None)
     assert report.gpu_layer_ratio("metis")() is None
     shown = report.gpus_markdown()
-    others = "tests, kernels, step, fidelity, compare, scale: to come; native: skipped"
+    others = "tests, kernels, large, step, fidelity, compare, scale: to come; native: skipped"
     assert f"| [NVIDIA H200](gpu-h.md) | 2.8.0 | layer | {others} |" in shown
 
 
@@ -220,7 +220,7 @@ def test_every_part_runs_on_the_cpu(inputs, tmp_path, monkeypatch):
     python(*command)
     found = json.loads((tmp_path / "gpu-cpu.json").read_text())
     states = {name: entry["state"] for name, entry in found["parts"].items()}
-    measured = ["kernels", "layer", "step", "fidelity", "compare", "scale"]
+    measured = ["kernels", "layer", "large", "step", "fidelity", "compare", "scale"]
     assert states == {
         **dict.fromkeys(measured, records.DONE), "tests": records.SKIPPED,
         "native": records.SKIPPED,
