@@ -135,6 +135,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="fidelity: UTF-8 file; scale: folder of them")
     parser.add_argument("--data", type=Path, help="compare, scale: directory of chunked tokens")
     parser.add_argument(
+        "--peers", type=Path, help="layer: folder of other libraries' checkouts; CONTRIBUTING.md"
+    )
+    parser.add_argument(
         "--schemes", type=schemes, default=SCHEMES,
         help=f"compare: default {','.join(SCHEMES)}",
     )  # fmt: skip
@@ -169,6 +172,8 @@ def _check_inputs(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"--model {args.model} is no directory; nothing is downloaded")
     if args.model is not None and not args.text.is_file():
         raise FileNotFoundError(f"--text {args.text} is no file")
+    if args.peers is not None and not args.peers.is_dir():
+        raise FileNotFoundError(f"--peers {args.peers} is no directory of checkouts")
     if args.data is not None:
         read_meta(args.data)
 
@@ -219,6 +224,7 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
         text=args.text,
         data=args.data,
         tokens=_tokens_of_scale(args, work),
+        peers=args.peers,
         schemes=args.schemes,
         train_minutes=args.train_minutes,
     )

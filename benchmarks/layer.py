@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import parts
@@ -169,6 +170,52 @@ def measure(
     if device.type == "cuda":
         add_recorded(rows, [step for _, step in found], rounds, budget, device)
     return rows
+
+
+def measure_peers(
+    shape: tuple[int, int, int], rounds: int, budget: float, device: torch.device, folder: Path
+) -> Row:
+    """Times of nn.Linear in bf16 and of other libraries' layers, and why some are left out."""
+    tokens, inputs, outputs = shape
+    x, dy = realistic(tokens, inputs, 0, device), realistic(tokens, outputs, 1, device) * 1e-3
+
+    def linear() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(inputs, outputs, bias=False)
+
+    plain = linear().to(device, torch.bfloat16)
+    found = [(NN_LINEAR, torch.bfloat16, step_of(plain, x.bfloat16(), dy.bfloat16(), None))]
+    without = []
+    # Their compiled forms are no faster, and take minutes.
+    with torch.compiler.set_stance("force_eager"):
+        for name, peer, layer in peers.layers(folder, linear, device):
+            reason = layer if isinstance(layer, str) else None
+            if reason is None:
+                whole = step_of(layer, x.to(peer.dtype)[None], dy.to(peer.dtype)[None], None)
+                step = partial(_under_autocast, whole) if peer.autocast else whole
+                try:
+                    step()
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                else:
+                    found.append((name, peer.dtype, step))
+            if reason is not None:
+                without.append({"name": name, "reason": reason})
+        steps = [step for *_, step in found]
+        times = interleave(steps, rounds, budget=budget, device=device)
+        rows = []
+        for (name, dtype, _), seconds in zip(found, times):
+            row = {"name": name, "dtype": str(dtype).split(".")[1], "kernels": None}
+            rows.append({**row, "shape": list(shape), **summary(seconds, times[0])})
+        if device.type == "cuda":
+            add_recorded(rows, steps, rounds, budget, device)
+    return {"rows": rows, "without": without}
+
+
+def _under_autocast(step: Callable[[], None]) -> None:
+    """As Quartet-II trains."""
+    with torch.autocast("cuda", torch.bfloat16):
+        step()
 
 
 def add_recorded(

@@ -1,21 +1,24 @@
 """Quantizers and layers of other libraries behind one call, where they can be imported.
 
 torchao and modelopt are looked for in the folder `oracles` of the environment too, where `make`
-installs them. The paper's code comes from a checkout whose path is
-given.
+installs them. Layers come from checkouts: `LAYERS` says which, by the name of the folder. What they
+import and a layer does not need is left out or stands in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.metadata
+import importlib.util
 import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -115,6 +118,20 @@ def usable(make: Callable[[], Call], name: str) -> Call | None:
     return call
 
 
+@contextlib.contextmanager
+def standing_in(modules: dict[str, types.ModuleType], path: Path) -> Iterator[None]:
+    """Let modules be imported from a folder, and these in place of others where there are none."""
+    missing = [name for name in modules if name not in sys.modules]
+    sys.modules.update({name: modules[name] for name in missing})
+    try:
+        with mock.patch.object(sys, "path", [str(path), *sys.path]):
+            yield
+    finally:
+        # These alone: what else was imported cannot be imported a second time.
+        for name in missing:
+            del sys.modules[name]
+
+
 @functools.lru_cache
 def paper_module(path: Path) -> Any:
     """`Metis.bitlinear` of a checkout of github.com/sii-research/Metis.
@@ -122,15 +139,8 @@ def paper_module(path: Path) -> Any:
     It imports TransformerEngine at the top, and uses it for options that are off here.
     """
     engine = ("transformer_engine", "transformer_engine.pytorch")
-    missing = [name for name in engine if name not in sys.modules]
-    sys.modules.update({name: types.ModuleType(name) for name in missing})
-    try:
-        with mock.patch.object(sys, "path", [str(path), *sys.path]):
-            return importlib.import_module("Metis.bitlinear")
-    finally:
-        # These alone: what else it has imported cannot be imported a second time.
-        for name in missing:
-            del sys.modules[name]
+    with standing_in({name: types.ModuleType(name) for name in engine}, path):
+        return importlib.import_module("Metis.bitlinear")
 
 
 def paper_quantizer(path: Path, x: Tensor) -> Call:
@@ -153,7 +163,7 @@ class PaperLayer(nn.Module):
     subspace of the step before, over all rows.
     """
 
-    def __init__(self, path: Path, linear: nn.Linear, rank: int) -> None:
+    def __init__(self, path: Path, linear: nn.Linear, rank: int, device: str = "cpu") -> None:
         super().__init__()
         module = paper_module(path)
         function = module.LinearLowbitFunction
@@ -165,7 +175,7 @@ class PaperLayer(nn.Module):
         function.enable_activation_svd = function.enable_backward_svd = True
         function.activation_lowrank_svd = function.backward_lowrank_svd = rank
         function.activation_lowrank_niter = function.backward_lowrank_niter = 1
-        args = types.SimpleNamespace(device="cpu")
+        args = types.SimpleNamespace(device=device)
         outputs, inputs = linear.weight.shape
         self.residual = module.LinearLowbit(inputs, outputs, bias=False, args=args)
         u, s, vh = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
@@ -180,3 +190,90 @@ class PaperLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.u(torch.mul(self.s, self.v(x)))
         return y + self.residual(x)
+
+
+def _hadamard(size: int) -> np.ndarray:
+    """Sylvester's matrix of +1 and -1, as scipy gives it."""
+    found = np.ones((1, 1))
+    while len(found) < size:
+        found = np.kron([[1, 1], [1, -1]], found)
+    return found
+
+
+def _quartet2(path: Path, four_over_six: bool, linear: nn.Linear) -> nn.Module:
+    """A layer of github.com/IST-DASLab/Quartet-II in training, which computes under autocast."""
+    folders = ("models", "models.quantization", "models.quantization.quantizers")
+    packages = {}
+    for name in (*folders, "models.quantization.schemes"):  # their own import every scheme
+        packages[name] = types.ModuleType(name)
+        packages[name].__path__ = [str(path / "src" / name.replace(".", "/"))]
+    if importlib.util.find_spec("scipy") is None:
+        packages["scipy"], linalg = types.ModuleType("scipy"), types.ModuleType("scipy.linalg")
+        linalg.hadamard, packages["scipy.linalg"] = _hadamard, linalg
+    with standing_in(packages, path / "src"):
+        module = importlib.import_module("models.quantization.schemes.quartet_2")
+    outputs, inputs = linear.weight.shape
+    layer = module.Quartet_II_Linear(inputs, outputs, bias=False, four_over_six=four_over_six)
+    layer.weight = linear.weight
+    return layer
+
+
+def _fouroversix(path: Path, linear: nn.Linear) -> nn.Module:
+    """A layer of github.com/mit-han-lab/fouroversix by its training recipe, emulated."""
+    version = importlib.metadata.version
+
+    def known(name: str) -> str:  # it is not installed
+        return "0" if name == "fouroversix" else version(name)
+
+    with mock.patch.object(importlib.metadata, "version", known), standing_in({}, path / "src"):
+        package = importlib.import_module("fouroversix")
+    config = package.ModuleQuantizationConfig(
+        pseudo_quantize=True, keep_master_weights=True, weight_scale_2d=True
+    )
+    return package.FourOverSixLinear(linear.to(torch.bfloat16), config)
+
+
+def _paper(path: Path, linear: nn.Linear) -> nn.Module:
+    rank = max(1, round(0.015 * min(linear.weight.shape)))
+    return PaperLayer(path, linear, rank, "cuda")
+
+
+class Peer(NamedTuple):
+    """A layer of a library.
+
+    Attributes:
+        folder: name of its checkout.
+        make: (checkout, nn.Linear in fp32) -> layer of its weights, for [b s c].
+        dtype: of inputs and parameters.
+        autocast: bf16, around both passes.
+    """
+
+    folder: str
+    make: Callable[[Path, nn.Linear], nn.Module]
+    dtype: torch.dtype = torch.bfloat16
+    autocast: bool = False
+
+
+LAYERS = {
+    "Quartet-II, quartet2": Peer(
+        "Quartet-II", lambda path, linear: _quartet2(path, False, linear), autocast=True
+    ),
+    "Quartet-II, four-over-six": Peer(
+        "Quartet-II", lambda path, linear: _quartet2(path, True, linear), autocast=True
+    ),
+    "fouroversix": Peer("fouroversix", _fouroversix),
+    "the Metis authors' layer": Peer("Metis", _paper, torch.float32),
+}
+
+
+def layers(folder: Path, linear: Callable[[], nn.Linear], device: torch.device) -> Iterator[Any]:
+    """(name, peer, layer on the device) of `LAYERS`, or (name, peer, why there is none)."""
+    for name, peer in LAYERS.items():
+        path = folder / peer.folder
+        if not path.is_dir():
+            yield name, peer, f"there is no folder {path}"
+            continue
+        try:
+            yield name, peer, peer.make(path, linear()).to(device, peer.dtype)
+        except Exception as error:
+            yield name, peer, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

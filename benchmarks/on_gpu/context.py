@@ -32,6 +32,7 @@ class Context:
         text: UTF-8 file, for `fidelity`.
         data: directory of chunked tokens, for `compare`.
         tokens: that `scale` trains on.
+        peers: folder of checkouts, for `layer`.
         schemes: that `compare` trains.
         train_minutes: that `compare` trains, all schemes together.
     """
@@ -45,6 +46,7 @@ class Context:
     text: Path | None = None
     data: Path | None = None
     tokens: Text | None = None
+    peers: Path | None = None
     schemes: tuple[str, ...] = ()
     train_minutes: float = 12.0
 

@@ -18,6 +18,8 @@ from on_gpu.machine import FP4_CAPABILITIES
 from on_gpu.record import FAILURES, Item, Skipped, free_memory, text_of
 
 LARGE_LAYERS = [(TOKENS, 4096, 4096), (2 * TOKENS, 4096, 4096)]
+PEER_LAYERS = [(2 * TOKENS, 4096, 4096), (2 * TOKENS, 768, 3072)]
+QUICK_LAYERS = [(128, 64, 64)]
 MODEL_SIZES = ("130m", "1b1")  # whose layers are timed, names in metis_hf.lab.compare.sizes
 STEP_SIZE, STEP_BATCHES = "130m", (16, 8, 4)  # sequences of a step, the first that fits
 FIDELITY_SCHEMES = ("metis", "nvfp4-rne", "nvidia", "quartet2", "four-over-six")
@@ -44,6 +46,19 @@ def layers(context: Context) -> Iterator[Item]:
             )  # fmt: skip
             key = f"{title}{' x '.join(map(str, shape))}, {kernels}"
             yield Item(key, lambda run=measure: {"rows": run()})
+        if kernels == fastest and context.peers is not None:
+            yield from _peers(context, context.peers)
+
+
+def _peers(context: Context, folder: Path) -> Iterator[Item]:
+    """Layers of other libraries."""
+    import layer
+
+    for sizes in QUICK_LAYERS if context.quick else PEER_LAYERS:
+        measure = partial(
+            layer.measure_peers, sizes, context.rounds, context.budget, context.device, folder
+        )
+        yield Item(f"{' x '.join(map(str, sizes))}, peers", measure)
 
 
 def layer_shapes(quick: bool) -> list[tuple[str, tuple[int, int, int]]]:
@@ -51,7 +66,7 @@ def layer_shapes(quick: bool) -> list[tuple[str, tuple[int, int, int]]]:
     from metis_hf.lab.compare.sizes import SIZES
 
     if quick:
-        return [("", (128, 64, 64))]
+        return [("", shape) for shape in QUICK_LAYERS]
     found = [("", shape) for shape in LARGE_LAYERS]
     for size in MODEL_SIZES:
         width = SIZES[size].config["n_embd"]

@@ -7,10 +7,12 @@ import os
 import time
 
 import gpu
+import layer
+import peers
 import pytest
 import quantizers
 import torch
-from on_gpu import kernels, parts, suite
+from on_gpu import kernels, page, parts, suite
 from on_gpu import record as records
 from on_gpu.record import Clock, CutOff, Entry
 from paths import ROOT
@@ -212,3 +214,33 @@ def test_the_suite_is_run_in_groups(tmp_path, monkeypatch):
         if left:
             time.sleep(0.01)
     assert not left
+
+
+def test_layers_of_other_libraries_are_timed_or_named(tmp_path, monkeypatch):
+    (tmp_path / "broken").mkdir()
+
+    class Half(torch.nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("no FP4 here\ndetails")
+
+    found = {
+        "same": peers.Peer("broken", lambda path, linear: linear, torch.float32),
+        "breaks": peers.Peer("broken", lambda path, linear: Half(32, 32)),
+        "cannot be made": peers.Peer("broken", lambda path, linear: path.read_text()),
+        "missing": peers.Peer("elsewhere", lambda path, linear: linear),
+    }
+    monkeypatch.setattr(peers, "LAYERS", found)
+    measured = layer.measure_peers((64, 32, 32), 2, 0.0, torch.device("cpu"), tmp_path)
+    assert [(row["name"], row["dtype"]) for row in measured["rows"]] == [
+        ("nn.Linear", "bfloat16"), ("same", "float32"),
+    ]  # fmt: skip
+    assert measured["rows"][0]["ratio"] == 1
+    reasons = {row["name"]: row["reason"] for row in measured["without"]}
+    assert reasons["breaks"] == "RuntimeError: no FP4 here"
+    assert reasons["cannot be made"].startswith("IsADirectoryError")
+    assert reasons["missing"] == f"there is no folder {tmp_path / 'elsewhere'}"
+    record = records.Record(tmp_path / "r.json", {"quick": True}, ())
+    record.parts["layer"] = Entry(records.DONE, items={"64 x 32 x 32, peers": measured})
+    table = page.page(record, "x", ["layer"])
+    assert "- 64 x 32 x 32, peers: breaks: RuntimeError: no FP4 here" in table
+    assert "| 64 x 32 x 32 | same | float32 |" in table
