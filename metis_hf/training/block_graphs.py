@@ -31,6 +31,7 @@ from metis_hf.training.cuda_graph import (
     form,
     stand_ins,
 )
+from metis_hf.training.weight_reuse import release
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -178,7 +179,7 @@ class _Block(Recordings):
             arguments = iter(own)
             mine = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(mine, tree)
-            # Its cache would keep casts of parameters from one pass to the other.
+            # Its cache would keep casts of these parameters in the recording's memory.
             amp = torch.autocast(device.type, mixed[1], enabled=mixed[0], cache_enabled=False)
             with amp, stand_ins(self.module, others):
                 return [*own, *others.values()], tree_flatten(self._python(*args, **kwargs))[0]
@@ -200,6 +201,7 @@ class _Block(Recordings):
                 )
             torch._foreach_copy_(grads, list(found))
 
+        release(self.module)  # what is kept of a weight would become a constant
         try:
             play_forward = self._owner.record(forward)[0]
             play_backward = self._owner.record(backward)[0] if wanted else None
