@@ -131,8 +131,9 @@ def step_seconds(
 ) -> dict[str, float]:
     """Return the seconds of an optimizer step by the way in which it is started.
 
-    Communication between processes, data and evaluation are not counted. Recordings are for one
-    process, and not for schemes whose state changes with each step.
+    Communication between processes, data and evaluation are not counted. Schemes whose state
+    changes with each step are not recorded. In several processes a recording computes the forward
+    pass twice, as under FSDP2 (`training.block_graphs`).
 
     Args:
         model: the converted model, maybe without values.
@@ -157,9 +158,12 @@ def step_seconds(
         for way in added:
             added[way] += max(least, each.python) if way == PYTHON else least
     states = (x.scheme.state for _, x in layers if x.state_names)
-    if load.world_size > 1 or any(state and not state.can_be_recorded for state in states):
+    if any(state and not state.can_be_recorded for state in states):
         added = {PYTHON: added[PYTHON]}
-    return {way: dense + again * load.accumulation * ms / 1e3 for way, ms in added.items()}
+    seconds = {way: dense + again * load.accumulation * ms / 1e3 for way, ms in added.items()}
+    if RECORDED in seconds and load.world_size > 1 and not load.checkpointing:
+        seconds[RECORDED] = dense * 4 / 3 + 1.5 * load.accumulation * added[RECORDED] / 1e3
+    return seconds
 
 
 def _interpolate(rates: Mapping[int, float], width: int) -> float:

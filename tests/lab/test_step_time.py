@@ -109,14 +109,15 @@ def test_an_h100_is_an_h200_with_slower_memory():
     assert "no step was measured" in DEVICES["h100"].source
 
 
-def test_processes_share_a_step_and_do_not_record_it():
+def test_processes_share_a_step():
     one = predicted(MODELS["Llama 60M"], "bf16", 16, 128, "h200")
     model, load = meta_model(MODELS["Llama 60M"]), Workload(
         steps=1, sequence_length=128, global_batch=16, device_batch=4, world_size=4
     )  # fmt: skip
     flops = step_flops(model, gemm_weights(model), load)
     shared = step_seconds(model, flops, load, DEVICES["h200"])
-    assert shared == {PYTHON: pytest.approx(one[PYTHON] / 4)}
+    assert shared[PYTHON] == pytest.approx(one[PYTHON] / 4)
+    assert shared[RECORDED] == pytest.approx(one[RECORDED] / 4 * 4 / 3)  # forward passes twice
     # Four micro-batches start every layer four times, and checkpointing half of them again.
     get_metis_model(model, MetisConfig(scheme="metis"))
     base = sum(flops.values()) / DEVICES["h200"].rates[768]
