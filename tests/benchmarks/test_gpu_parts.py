@@ -12,7 +12,7 @@ import peers
 import pytest
 import quantizers
 import torch
-from on_gpu import kernels, page, parts, suite
+from on_gpu import kernels, large, page, parts, suite
 from on_gpu import record as records
 from on_gpu.record import Clock, CutOff, Entry
 from paths import ROOT
@@ -244,3 +244,13 @@ def test_layers_of_other_libraries_are_timed_or_named(tmp_path, monkeypatch):
     table = page.page(record, "x", ["layer"])
     assert "- 64 x 32 x 32, peers: breaks: RuntimeError: no FP4 here" in table
     assert "| 64 x 32 x 32 | same | float32 |" in table
+
+
+@pytest.mark.parametrize("part", [parts.layers, large.large])
+def test_layers_and_a_whole_model_are_measured(part):
+    """Quickly, so that no renamed function waits for a GPU to be found."""
+    items = list(part(context()))
+    assert items
+    for item in items:
+        for row in item.measure()["rows"]:
+            assert row["ms"] > 0
