@@ -29,6 +29,7 @@ from metis_hf.training.cuda_graph import (
     Recordings,
     changing_state,
     form,
+    logger,
     stand_ins,
 )
 from metis_hf.training.weight_reuse import release
@@ -36,11 +37,14 @@ from metis_hf.training.weight_reuse import release
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def units(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks with converted layers whose weights FSDP2 gathers together."""
+def units(model: nn.Module) -> list[nn.Module] | None:
+    """Return the blocks with converted layers whose weights FSDP2 gathers together.
+
+    None where FSDP2 does not shard the model.
+    """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     inner = [one for one in found if sum(isinstance(m, FSDPModule) for m in one.modules()) == 1]
-    return [one for one in inner if any(metis_layers(one))]
+    return [one for one in inner if any(metis_layers(one))] if found else None
 
 
 class BlockGraphs:
@@ -63,6 +67,9 @@ class BlockGraphs:
         for block in self.blocks:
             if reason := changing_state(block.module):
                 block.refuse(reason)
+        if not self.blocks:
+            self.refused = "no block that FSDP2 wraps by itself has a converted layer"
+            logger.warning("cuda_graphs: steps run in Python: %s", self.refused)
 
     def places(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that all blocks share for arguments of a name and these forms."""

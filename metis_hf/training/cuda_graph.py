@@ -84,11 +84,8 @@ def changing_state(model: nn.Module) -> str | None:
         for _, layer in metis_layers(model)
         if layer.state_names and layer.scheme.state and not layer.scheme.state.can_be_recorded
     }
-    return (
-        f"{', '.join(sorted(schemes))} keeps a state that changes with each step"
-        if schemes
-        else None
-    )
+    names = ", ".join(sorted(schemes))
+    return f"{names} keeps a state that changes with each step" if names else None
 
 
 class Recordings:
@@ -372,12 +369,9 @@ def _obstacles_of_fsdp(args: TrainingArguments) -> list[str]:
     reasons = []
     if int(version) == 1:
         reasons.append("FSDP1 flattens parameters; use FSDP2 (fsdp_version: 2)")
-    wrapped = str(config.get("activation_checkpointing", False)).lower() == "true"
-    if (
-        args.gradient_checkpointing
-        or wrapped
-        or parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING")
-    ):
+    by_config = str(config.get("activation_checkpointing", False)).lower() == "true"
+    by_launcher = parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING")
+    if args.gradient_checkpointing or by_config or by_launcher:
         reasons.append(
             "recorded blocks are computed again in the backward pass; leave activation "
             "checkpointing out, which would do so twice"

@@ -93,7 +93,7 @@ class MetisTrainerMixin:
         step = partial(super().training_step, own)  # type: ignore[misc]
         if self.cuda_graphs and self.graphs is None:
             blocks = units(model)
-            self.graphs = BlockGraphs(blocks) if blocks else StepGraphs(own)
+            self.graphs = StepGraphs(own) if blocks is None else BlockGraphs(blocks)
         if self.graphs is None or isinstance(self.graphs, BlockGraphs):
             return step(inputs, num_items_in_batch)
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]

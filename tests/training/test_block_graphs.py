@@ -12,7 +12,7 @@ from tensors import assert_same
 
 from metis_hf import MetisConfig, freeze_scales, get_metis_model, metis_layers
 from metis_hf.numerics.kernels import use_kernels
-from metis_hf.training.block_graphs import BlockGraphs
+from metis_hf.training.block_graphs import BlockGraphs, units
 from metis_hf.training.cuda_graph import WARM_UP, CudaRecorder
 from training.recordings import AgainFromPlaces
 
@@ -156,6 +156,14 @@ def test_a_recording_that_fails_leaves_python(caplog) -> None:
     assert losses == expected[0]
     assert_same(model, expected[1])
     assert "not permitted" in graphs.refused
+
+
+def test_a_model_without_such_blocks_says_so(caplog) -> None:
+    """It is sharded all the same, so its steps are not recorded whole."""
+    graphs = BlockGraphs([], AgainFromPlaces())
+    assert "has a converted layer" in graphs.refused
+    assert graphs.refused in caplog.text
+    assert units(llama()) is None
 
 
 def test_blocks_get_their_forward_passes_back() -> None:
