@@ -2,8 +2,9 @@
 
     python benchmarks/first_step.py
 
-Fresh processes, with an empty folder for compiled code and with the folder that one of them left.
-Time is the wall clock of the first step less that of the second. Writes results/first_step.json.
+Fresh processes, with an empty folder for compiled code and with the folder that one of them left;
+then the same model, dense and converted, under torch.compile, which finds nothing in a cache. Time
+is the wall clock of the first step less that of the second. Writes results/first_step.json.
 """
 
 from __future__ import annotations
@@ -28,30 +29,35 @@ import sys, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from metis_hf import MetisConfig, get_metis_model
 
-width = int(sys.argv[1])
+width, scheme, whole = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "whole"
 shape = dict(vocab_size=256, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2)
 model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=8))
-model = get_metis_model(model, MetisConfig(scheme="metis"))
+model = get_metis_model(model, MetisConfig(scheme=scheme)) if scheme != "dense" else model
+call = torch.compile(model) if whole else model
 ids = torch.arange(1024).view(4, 256) % 256
 times = []
 for _ in range(2):
     started = time.perf_counter()
-    model(input_ids=ids, labels=ids).loss.backward()
+    call(input_ids=ids, labels=ids).loss.backward()
     times.append(time.perf_counter() - started)
 print(times[0] - times[1])
 """
 EMPTY, KEPT = "compiled", "read from disk"
+WHOLE = {"torch.compile, nn.Linear": "dense", "torch.compile, metis": "metis"}
 ROUNDS = 4
 
 
 def measure(width: int, rounds: int) -> dict[str, list[float]]:
     """Return seconds that the first step takes beyond the second, round after round."""
-    times: dict[str, list[float]] = {EMPTY: [], KEPT: []}
+    times: dict[str, list[float]] = {EMPTY: [], KEPT: [], **{name: [] for name in WHOLE}}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             environment = os.environ | {"XDG_CACHE_HOME": folder}
+            environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
             for name in times:
-                seconds = printed_seconds(PROGRAM, str(width), environment=environment)
+                whole = "whole" if name in WHOLE else "by layers"
+                arguments = str(width), WHOLE.get(name, "metis"), whole
+                seconds = printed_seconds(PROGRAM, *arguments, environment=environment)
                 times[name].append(seconds)
     return times
 

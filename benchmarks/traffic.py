@@ -81,9 +81,9 @@ def counting(gemm_from: int | None = None) -> Iterator[Count]:
     def counted(variant: Any, key: Any, x: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
         with _disable_current_modes():
             out = run(variant, key, x, *others)
-        count.bytes += size_of((x, others, out))
-        if variant.task != "unpack" and variant.two_level and not variant.given:
-            count.bytes += size_of((x, others[1] if variant.minus else None))  # for the amax
+        count.bytes += size_of((x, {id(other): other for other in others}, out))
+        if variant.task != "unpack" and variant.two_level and others[0] is None:
+            count.bytes += size_of((x, others[1]))  # for the amax
         return out
 
     with (

@@ -118,8 +118,7 @@ def _on_host(data: Tensor) -> bool:
     Not while torch traces, in whatever way, nor what only stands for a tensor.
     """
     return (
-        not torch.compiler.is_compiling()
-        and data.device.type == "cpu"
+        data.device.type == "cpu"
         and type(data) is Tensor
         and not torch._is_functional_tensor(data)
         and torch._C._functorch.maybe_current_level() is None
@@ -139,6 +138,8 @@ def fingerprint(x: Tensor) -> Tensor:
         0-dim int32 tensor on the device of `x`; no synchronization.
     """
     x = x.detach()  # of a parameter: kernels take plain tensors
+    if torch.compiler.is_compiling():
+        return _fingerprint_in_graph(x)
     if x.numel():
         kernels = one_launch(x)
         if kernels is not None and x.dtype in kernels.DTYPES:
@@ -151,6 +152,15 @@ def fingerprint(x: Tensor) -> Tensor:
         hashed = _hash(sample.numpy() ^ index.numpy())
         return torch.tensor(hashed.sum(dtype=np.int32), device="cpu")
     return _hash(sample ^ index).sum(dtype=torch.int32)
+
+
+@torch.library.custom_op("metis_hf::fingerprint", mutates_args=())
+def _fingerprint_in_graph(x: Tensor) -> Tensor:
+    """Return `fingerprint`, as one node of torch.compile's graph."""
+    return fingerprint(x)
+
+
+_fingerprint_in_graph.register_fake(lambda x: x.new_empty((), dtype=torch.int32))
 
 
 def fingerprints(x: Tensor, other: Tensor, added: int) -> tuple[Any, ...] | None:
@@ -172,7 +182,7 @@ def samples(x: Tensor) -> Tensor:
 
     A gathered few: a transposed weight is not copied.
     """
-    if x.is_contiguous() or type(x) is not Tensor or torch.compiler.is_compiling():
+    if x.is_contiguous() or type(x) is not Tensor:
         flat = x.reshape(-1)
         return flat if x.numel() <= SAMPLES else flat[_places(x.numel(), x.device)]
     return x[_places_in(x.shape, x.device)]
@@ -268,11 +278,6 @@ def _index_hash(device: torch.device) -> Tensor:
     return _hash(torch.arange(SAMPLES, device=device, dtype=torch.int32))
 
 
-def lane_hashes(device: torch.device) -> Tensor:
-    """Return a number for each of a block's 16 elements, int32 [16]; do not write to it."""
-    return _index_hash(device)[:_LANES]
-
-
 def static_words(key: Key) -> tuple[int, int]:
     """Return the host's part of a key as two signed 32-bit words."""
     return _signed(_mix(key.static)), _signed(_mix(key.static ^ 0x5BD1E995))
@@ -286,45 +291,7 @@ def seeds(key: Key) -> tuple[int, int]:
     return first, _mix(first + word1 & _MASK32)
 
 
-def block_hashes(count: int, words: tuple[Tensor | int, Tensor | int], data: Tensor) -> Tensor:
-    """Hash (key, index of the block) for every block of 16 elements.
-
-    Args:
-        count: blocks.
-        words: `static_words` of the key, as integers or 0-dim int32 tensors.
-        data: the key's 0-dim int32 tensor; 0 for a key without.
-
-    Returns:
-        int32 [count].
-    """
-    first, second = _first_and_second(words, data)
-    index = torch.arange(count, device=data.device, dtype=torch.int32)
-    return _hash(index.add_(first)).add_(second)
-
-
-def _first_and_second(
-    words: tuple[Tensor | int, Tensor | int], data: Tensor
-) -> tuple[Tensor, Tensor]:
-    first = _hash(data + words[0])
-    # A second word, far away where two keys' first words are close: else the streams of such keys
-    # would be one stream, shifted.
-    return first, _hash(first + words[1])
-
-
-def hashes_of_each(
-    count: int, words: tuple[Tensor | int, Tensor | int], data: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return (hash of its block, hash of its lane) of each of `count` elements in a row; int32.
-
-    The noise equals `uniform((count,), ...)`.
-    """
-    first, second = _first_and_second(words, data)
-    index = torch.arange(count, device=data.device, dtype=torch.int32)
-    blocks = _hash((index >> 4).add_(first)).add_(second)
-    return blocks, _hash(index & (_LANES - 1))
-
-
-def element_bits(blocks: Words, lanes: Words) -> Words:
+def _element_bits(blocks: Words, lanes: Words) -> Words:
     """Return 32 bits for each element, the upper 24 for use, from hashes of block and lane."""
     h = blocks ^ lanes
     h *= _M1
@@ -333,7 +300,7 @@ def element_bits(blocks: Words, lanes: Words) -> Words:
     return h
 
 
-def to_uniform(bits: Tensor) -> Tensor:
+def _to_uniform(bits: Tensor) -> Tensor:
     """Map int32 to fp32, uniform on the multiples of 2^-24 in [0, 1)."""
     return bits.bitwise_right_shift(8).float().mul_(2.0**-24).add_(0.5)
 
@@ -342,13 +309,32 @@ def random_bits(count: int, key: Key | int, device: torch.device | str | None = 
     """Return `count` hashed integers (int32) of (key, index); the upper 24 bits are the noise."""
     device = torch.device(device or "cpu")
     key = as_key(key)
+    if torch.compiler.is_compiling():
+        return _bits_in_graph(count, key.static, key.data, device)
     data = key.data
     if data is None:
         data = torch.zeros((), dtype=torch.int32, device=device)
     if count <= _LARGEST_ON_HOST and _on_host(data):
         return _bits_on_host(count, Key(key.static, data))
-    blocks = block_hashes(-(-count // _LANES), static_words(key), data)
-    return element_bits(blocks[:, None], lane_hashes(device)).view(-1)[:count]
+    words = static_words(key)
+    first = _hash(data + words[0])
+    # A second word, far away where two keys' first words are close: else the streams of such keys
+    # would be one stream, shifted.
+    second = _hash(first + words[1])
+    index = torch.arange(-(-count // _LANES), device=data.device, dtype=torch.int32)
+    blocks = _hash(index.add_(first)).add_(second)
+    return _element_bits(blocks[:, None], _index_hash(device)[:_LANES]).view(-1)[:count]
+
+
+@torch.library.custom_op("metis_hf::random_bits", mutates_args=())
+def _bits_in_graph(count: int, static: int, data: Tensor | None, device: torch.device) -> Tensor:
+    """Return `random_bits`, as one node of torch.compile's graph."""
+    return random_bits(count, Key(static, data), device).clone()
+
+
+@_bits_in_graph.register_fake
+def _(count: int, static: int, data: Tensor | None, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=torch.int32, device=device)
 
 
 def _bits_on_host(count: int, key: Key) -> Tensor:
@@ -359,7 +345,7 @@ def _bits_on_host(count: int, key: Key) -> Tensor:
     blocks += np.int32(_signed(first))
     blocks = _hash(blocks)
     blocks += np.int32(_signed(second))
-    bits = element_bits(blocks[:, None], lane_hashes(key.data.device).numpy())
+    bits = _element_bits(blocks[:, None], _index_hash(key.data.device)[:_LANES].numpy())
     return torch.from_numpy(bits).view(-1)[:count]
 
 
@@ -381,7 +367,7 @@ def uniform(
     width = size[-1] if size else 1
     padded = -(-width // _LANES) * _LANES
     rows = size.numel() // width if width else 0
-    u = to_uniform(random_bits(rows * padded, key, device))
+    u = _to_uniform(random_bits(rows * padded, key, device))
     return u.view(rows, padded)[:, :width].reshape(size)
 
 

@@ -197,9 +197,8 @@ class MetisCallback(ResumeGuard):
         if args.torch_compile:
             check_compilation(self._layers)
             logger.warning(
-                "torch_compile: the first steps take minutes and show nothing, since torch.compile "
-                "traces all operations of %d quantized layers into one graph. Without it their "
-                "quantizers are compiled too, once for all layers",
+                "torch_compile: the first step takes long and shows nothing, since torch.compile "
+                "traces %d quantized layers one by one. Their quantizers are as fast without it",
                 len(self._layers),
             )
         self._precision = precision_of(next(iter(self._layers.values())).config, resumed)

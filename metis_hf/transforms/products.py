@@ -19,6 +19,9 @@ def project(x: Tensor, v: Tensor, scratch: Scratch | None = None) -> tuple[Tenso
     whose sum is `v`, and adds up in FP32. Products are exact, as they are of FP32 numbers, and
     tensor cores compute them; `x` is not written out in FP32. `scratch` is the memory of the call.
     """
+    if torch.compiler.is_compiling():  # one node of the graph
+        a, lam = _project_in_graph(x, v)
+        return a, lam
     mixed = x.dtype is torch.bfloat16 and v.dtype is torch.float32 and x.numel() > 0
     if mixed and v.shape[1] <= _WIDEST and kernels_for(x, v) == "triton":
         from metis_hf.numerics.kernels import triton_projection
@@ -31,3 +34,13 @@ def project(x: Tensor, v: Tensor, scratch: Scratch | None = None) -> tuple[Tenso
     p = p / torch.where(largest == 0, torch.ones_like(largest), largest)
     length = torch.linalg.vector_norm(p, dim=0)
     return p / length.clamp_min(1.0), length * largest
+
+
+@torch.library.custom_op("metis_hf::project", mutates_args=())
+def _project_in_graph(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return project(x, v)
+
+
+@_project_in_graph.register_fake
+def _(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return v.new_empty((x.shape[0], v.shape[1])), v.new_empty(v.shape[1])

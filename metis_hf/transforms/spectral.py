@@ -7,7 +7,7 @@ power iterations and an exact SVD of the thin part. Nothing here quantizes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -242,9 +242,38 @@ def find_basis(
     From sampled rows (`sample_rows`) or, if `summed`, from sums of rows (`sum_rows`), by
     `dominant_basis`.
     """
+    if torch.compiler.is_compiling():  # one node of the graph
+        given = x, rank, sample_frac, min_rows, n_iter, key.static, key.data
+        return _basis_in_graph(*given, row_mask, summed, None if start is None else start.T).T
     count = _sample_size(x, rank, sample_frac, min_rows)
     sample = (sum_rows if summed else sample_rows)(x, count, key.fold(4), row_mask)
     return dominant_basis(sample, rank, n_iter=n_iter, key=key.fold(5), start=start)
+
+
+@torch.library.custom_op("metis_hf::find_basis", mutates_args=())
+def _basis_in_graph(
+    x: Tensor,
+    rank: int,
+    sample_frac: float,
+    min_rows: int,
+    n_iter: int,
+    static: int,
+    data: Tensor | None,
+    row_mask: Tensor | None,
+    summed: bool,
+    start: Tensor | None,
+) -> Tensor:
+    """Return `find_basis`, transposed [k c]."""
+    options: dict[str, Any] = {"sample_frac": sample_frac, "min_rows": min_rows, "n_iter": n_iter}
+    options |= {"row_mask": row_mask, "summed": summed}
+    options["start"] = None if start is None else start.T
+    return find_basis(x, rank, key=Key(static, data), **options).T.contiguous()
+
+
+@_basis_in_graph.register_fake
+def _(x, rank, sample_frac, min_rows, n_iter, static, data, row_mask, summed, start):  # type: ignore[no-untyped-def]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty((rank, x.shape[1]), dtype=dtype)
 
 
 def _sample_size(x: Tensor, rank: int, sample_frac: float, min_rows: int) -> int:

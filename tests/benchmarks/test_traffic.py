@@ -13,11 +13,11 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import cpu
+from metis_hf.numerics.kernels import cpu_library
 from metis_hf.operands import Operand
 from metis_hf.operands.conditioners.spectral import Spectral
 
-needs_compiler = pytest.mark.skipif(cpu.missing() is not None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(cpu_library.missing() is not None, reason="no C++ compiler")
 DIRECT_BOUND = 2.0
 # Projecting reads x once, the low-rank part is written once; for the amax and again for the codes x
 # and the low-rank part are read, the result is written: (1 + 1 + 2 + 2 + 1) / 2 = 3.5 copies. The

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import reference as ref
 import torch
 from torch import Tensor
-
-from metis_hf.numerics.kernels import formulation
+from torch._dynamo.testing import CompileCounterWithBackend
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SCALE_ROUNDINGS = ["nearest", "up"]
@@ -18,20 +16,10 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def note_tracing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that grows each time a quantizer's formulation is traced into a caller's graph."""
-    run, noted = formulation.run, []
-
-    @torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
-    def note(task: str) -> None:
-        noted.append(task)
-
-    def noting(variant, *rest):
-        note(variant.task)
-        return run(variant, *rest)
-
-    monkeypatch.setattr(formulation, "run", noting)
-    return noted
+def operators(counter: CompileCounterWithBackend) -> list[str]:
+    """The package's operators in the graphs of a compiled function."""
+    targets = (str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+    return [name.split(".")[1] for name in targets if name.startswith("metis_hf.")]
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,11 +10,11 @@ from torch import nn
 
 from metis_hf import MetisConfig, scheme_names
 from metis_hf.layers.make import convert_linear
-from metis_hf.numerics import Quantizer, ScaleRule, fake_quantize, quantize
+from metis_hf.numerics import fake_quantize, quantize
 from metis_hf.numerics.kernels import use_kernels
 from numerics.cases import FORMAT_NAMES, MIXED_FORMATS, assert_same_bits
 from numerics.helpers import normal
-from numerics.kernels.kernel_tools import needs_compiler, traced
+from numerics.kernels.kernel_tools import needs_compiler
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float64]
 
@@ -33,15 +33,6 @@ def test_formats(default_dtype) -> None:
     for fmt, values in zip(formats, wanted, strict=True):
         assert_same_bits(fake_quantize(x, fmt), values)
         assert_same_bits(quantize(x, fmt).dequantize(), values)
-
-
-def test_what_compilers_start_from(default_dtype) -> None:
-    x = normal(16, 64)
-    quantizers = [Quantizer(scale_rule=rule) for rule in ScaleRule]
-    wanted = [traced(quantizer, x) for quantizer in quantizers]
-    torch.set_default_dtype(default_dtype)
-    for quantizer, values in zip(quantizers, wanted, strict=True):
-        assert_same_bits(traced(quantizer, x), values)
 
 
 @needs_compiler

@@ -15,7 +15,7 @@ from metis_hf.numerics import Quantizer, fake_quantize, kernels, quantize
 from metis_hf.numerics.kernels import use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
-from numerics.kernels.kernel_tools import both, needs_compiler, traced
+from numerics.kernels.kernel_tools import both, needs_compiler
 
 RULES = ["absmax", "four-over-six", "search", "unbiased"]
 FACTORS = [0.05, 0.9, 1.0, 7.0]  # of the tensor's own largest magnitude
@@ -51,16 +51,6 @@ def test_compiled_kernels(rule):
     quantizer, x = Quantizer(scale_rule=rule), matrix(33, 160)
     for factor in FACTORS:
         both(quantizer, x, amax=x.abs().amax() * factor)
-
-
-@pytest.mark.parametrize("rule", [*RULES, "eden"])
-def test_what_compilers_start_from(rule):
-    x = matrix(16, 64)
-    for factor, tile in itertools.product(FACTORS, ("row", "square")):
-        quantizer, amax = Quantizer(scale_rule=rule, tile=tile), x.abs().amax() * factor
-        with use_kernels("reference"):
-            expected = quantizer(x, key=5, amax=amax)
-        assert_same_bits(traced(quantizer, x, amax=amax), expected)
 
 
 @pytest.mark.parametrize(

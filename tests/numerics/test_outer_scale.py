@@ -7,12 +7,13 @@ import torch
 from design import cases
 from reference import fake_quantize as reference
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer, fake_quantize, quantize
 from metis_hf.numerics.kernels import pack, unpack, use_kernels
 from numerics.cases import assert_same_bits, fp32
-from numerics.helpers import note_tracing, seeded
+from numerics.helpers import operators, seeded
 from numerics.kernels.kernel_tools import needs_compiler
 
 FORMATS = ["nvfp4", "nvint4", "if4", "mixfp4"]  # those with a second level
@@ -132,15 +133,15 @@ def test_packed(quantizer, kernels):
 
 
 @pytest.mark.parametrize("rule", ["absmax", "eden"])
-def test_inside_a_compiled_function(rule, monkeypatch):
+def test_inside_a_compiled_function(rule):
     x, quantizer = matrix(), Quantizer(outer_scale="token", scale_rule=rule)
     with use_kernels("reference"):
         wanted = quantizer(x, key=5)
-    compiled = torch.compile(lambda t: quantizer(t, key=5), backend="aot_eager", fullgraph=True)
-    noted = note_tracing(monkeypatch)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda t: quantizer(t, key=5), backend=counter, fullgraph=True)
     with use_kernels(None):
         assert_same_bits(compiled(x), wanted)
-    assert noted == ["quantize"]
+    assert operators(counter) == ["quantize"]
 
 
 class TestRefusals:

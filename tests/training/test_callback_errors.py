@@ -126,14 +126,14 @@ class TestErrors:
         with pytest.raises(ValueError, match="freeze_scales=5 of 4 steps: scales would never"):
             made.train()
 
-    def test_compiling_a_model_says_that_it_takes_minutes(self, tmp_path, caplog):
+    def test_compiling_a_model_says_that_it_takes_long(self, tmp_path, caplog):
         """Before the first step, which shows nothing until it is done."""
         callback = MetisCallback(health_interval=0)
         made = trainer(tmp_path, converted(), [callback])
         for compiles in (False, True):
             made.args.torch_compile = compiles
             callback.on_train_begin(made.args, made.state, made.control, model=made.model)
-            assert ("take minutes" in caplog.text) == compiles
+            assert ("first step takes long" in caplog.text) == compiles
         assert "7 quantized layers" in caplog.text
 
     def test_non_finite_activation_is_shown_and_named(self, tmp_path, caplog):

@@ -3,8 +3,8 @@
 `reference` computes `definition.QuantizerDefinition.blocks`, operation by operation. `compiled` is
 C++ for CPUs, which the system's compiler compiles once, in seconds. `triton` is for CUDA devices.
 Results are equal to the bit, stochastic rounding included. The reference computes everything else
-(formats other than NVFP4, other devices). Inside torch.compile a `formulation` in few tensor
-operations is compiled with all around it.
+(formats other than NVFP4, other devices). A graph of torch.compile has `operators` that compute the
+same when it runs.
 
 The choice is automatic: Triton's kernels on CUDA devices, C++ on CPUs where there is a compiler.
 The environment variable METIS_KERNELS and `use_kernels` override it.
@@ -20,35 +20,15 @@ from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
-from metis_hf.numerics.formats import NVFP4
-from metis_hf.numerics.kernels import cpu, formulation, reference
-from metis_hf.numerics.kernels.choice import (
-    fall_back,
-    kernels_for,
-    triton_backend,
-)
-from metis_hf.numerics.kernels.formulation import Specialization
-from metis_hf.numerics.kernels.layout import (
-    DTYPES,
-    Form,
-    Packed,
-    amax_of_rows,
-    form_of,
-    has_kernel,
-    packed_form,
-    packs,
-    readable,
-    scale_of_pairs,
-    scale_of_rows,
-)
+from metis_hf.numerics.kernels import in_force, operators
+from metis_hf.numerics.kernels.choice import kernels_for, triton_backend
+from metis_hf.numerics.kernels.layout import Packed, covers, packs
 from metis_hf.numerics.kernels.request import (
     KERNELS,
-    CompilationError,
     or_reference,
     use_kernels,
 )
-from metis_hf.numerics.rounding import Rounding
-from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRounding, ScaleRule
+from metis_hf.numerics.scaling import ScaleRule
 
 __all__ = [
     "KERNELS",
@@ -102,38 +82,7 @@ def fake_quantize(
         "plus": plus,
         "amax": amax,
     }
-    kernels = "reference"
-    if covers(x, quantizer, dim, dtype, minus, plus):
-        kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
-    if kernels == "triton":
-        with or_reference:
-            return _triton().fake_quantize(x, quantizer, **options)
-    elif kernels != "reference":
-        rows = amax is None and quantizer.has_row_scales(x, dim)
-        form = form_of(x, quantizer.tile, dim)
-        variant = _variant(
-            "quantize",
-            quantizer,
-            form,
-            scaled=scaled or not quantizer.two_level,
-            dtype=dtype,
-            minus=minus is not None,
-            plus=plus is not None,
-            same=same,
-            given=rows or amax is not None,
-            rows=rows,
-        )
-        largest = amax_of_rows(x, minus) if rows else amax
-        others = [None if t is None else form_of(t, quantizer.tile, dim).x for t in (minus, plus)]
-        taken = others[: 1 if variant.same else 2]
-        out = _run(kernels, variant, key, readable(form.x), largest, *taken)
-        if out is not None:
-            values, *decode = out
-            apart = decode[0] if decode else None
-            if rows and apart is not None:
-                apart = scale_of_rows(apart, x.shape)
-            return form.restore(values), apart
-    return reference.fake_quantize(x, quantizer, **options)
+    return _module(quantizer).fake_quantize(x, quantizer, **options)
 
 
 def pack(
@@ -152,29 +101,8 @@ def pack(
         quantizer, dim, key, minus, amax: as in `fake_quantize`.
     """
     x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer, x)
-    tile = quantizer.tile
-    if covers(x, quantizer, dim, torch.float32, minus, None) and packs(x.shape, tile, dim):
-        kernels = kernels_for(*(t for t in (x, minus) if t is not None))
-        if kernels == "triton":
-            with or_reference:
-                return _triton().pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
-        elif kernels != "reference":
-            rows = amax is None and quantizer.has_row_scales(x, dim)
-            form = form_of(x, tile, dim, paired=True)
-            taken = None if minus is None else form_of(minus, tile, dim, paired=True).x
-            given = rows or amax is not None
-            variant = _variant(
-                "pack", quantizer, form, minus=minus is not None, given=given, rows=rows
-            )
-            largest = amax_of_rows(x, minus, paired=True) if rows else amax
-            out = _run(kernels, variant, key, readable(form.x), largest, taken)
-            if out is not None:
-                codes, scale, *decode = out
-                outer = decode[0] if decode else None
-                if rows and outer is not None:
-                    outer = scale_of_rows(outer, x.shape)
-                return Packed(codes, scale.view(-1), outer)
-    return reference.pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
+    options: dict[str, Any] = {"dim": dim, "key": key, "minus": minus, "amax": amax}
+    return _module(quantizer).pack(x, quantizer, **options)
 
 
 def pack_with_values(
@@ -221,44 +149,10 @@ def unpack(
         shape: of the matrix that was packed.
         quantizer, dim, dtype, scaled, plus: as in `fake_quantize`.
     """
-    codes, tile = packed.codes, quantizer.tile
     plus = _detached(plus)
-    two_level = packed.global_scale is not None
-    scaled = scaled or not two_level
-    if (
-        quantizer.fmt == NVFP4
-        and dtype in DTYPES
-        and packs(shape, tile, dim)
-        and (plus is None or plus.dtype is torch.float32)
-    ):
-        kernels = kernels_for(*(t for t in (codes, plus) if t is not None))
-        if kernels == "triton":
-            with or_reference:
-                return _triton().unpack(
-                    packed, quantizer, dim=dim, shape=shape, dtype=dtype, scaled=scaled, plus=plus
-                )
-        elif kernels != "reference":
-            form, scale = packed_form(codes, packed.scale, shape, tile, dim)
-            decode = packed.global_scale if scaled else None
-            rows = decode is not None and decode.dim() > 0
-            variant = Specialization(
-                "unpack",
-                form.dims,
-                two_level,
-                scaled=scaled,
-                dtype=dtype,
-                plus=plus is not None,
-                rows=rows,
-            )
-            added = None if plus is None else form_of(plus, tile, dim, paired=True).x
-            if decode is not None and rows:
-                decode = scale_of_pairs(decode, shape)
-            out = _run(kernels, variant, None, form.x, scale, decode, added)
-            if out is not None:
-                return form.restore(out[0])
-    return reference.unpack(
-        packed, quantizer, dim=dim, shape=shape, dtype=dtype, scaled=scaled, plus=plus
-    )
+    options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype, "plus": plus}
+    options["scaled"] = scaled or packed.global_scale is None
+    return _module(quantizer).unpack(packed, quantizer, **options)
 
 
 def store(
@@ -285,62 +179,15 @@ def store(
     return None
 
 
+def _module(quantizer: QuantizerDefinition) -> ModuleType:
+    """Return the module that quantizes now, or notes in torch.compile's graph what to do later."""
+    return operators if operators.in_graph(quantizer) else in_force
+
+
 def _triton() -> ModuleType:
     backend = triton_backend()
     assert backend is not None  # or `kernels_for` would have said so
     return backend
-
-
-def covers(
-    x: Tensor,
-    quantizer: QuantizerDefinition,
-    dim: int,
-    dtype: torch.dtype,
-    minus: Tensor | None,
-    plus: Tensor | None,
-) -> bool:
-    """Return whether kernels have a form for this call of `fake_quantize`."""
-    return (
-        has_kernel(x, quantizer, dim)
-        and dtype in DTYPES
-        and all(t is None or t.dtype is torch.float32 for t in (minus, plus))
-        # The difference from an fp64 tensor is one in fp64.
-        and (minus is None or x.dtype in DTYPES)
-    )
-
-
-def _variant(
-    task: str, quantizer: QuantizerDefinition, form: Form, **options: Any
-) -> Specialization:
-    return Specialization(
-        task,
-        form.dims,
-        bool(quantizer.two_level),
-        quantizer.scale_rounding is ScaleRounding.UP,
-        quantizer.rounding is Rounding.STOCHASTIC,
-        rule=quantizer.scale_rule,
-        **options,
-    )
-
-
-def _run(
-    kernels: str,
-    variant: Specialization,
-    key: noise.Key | int | None,
-    x: Tensor,
-    *others: Tensor | None,
-) -> tuple[Tensor, ...] | None:
-    """Return a compiled function, or None where the reference is to run after all."""
-    noise_key = noise.as_key(key) if variant.needs_noise else None
-    if noise_key is not None and variant.rule is ScaleRule.EDEN:
-        noise_key = noise_key.fold(SCALE_NOISE)
-    if kernels == "traced":
-        return formulation.run(variant, noise_key, x, *others)
-    try:
-        return cpu.run(variant, noise_key, x, *others)
-    except CompilationError as error:
-        fall_back(error)
-    return None
 
 
 def _detached(x: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from metis_hf import noise
-from metis_hf.numerics.kernels import cpu
+from metis_hf.numerics.kernels import cpu, cpu_library, reference
 from metis_hf.numerics.kernels.request import (
     ENVIRONMENT,
     CompilationError,
@@ -26,17 +26,15 @@ _failed = False  # the compilation of the library for CPUs
 
 
 def kernels_for(*tensors: Tensor) -> str:
-    """Return the kernels for one call; "traced" inside torch.compile, which compiles them itself.
+    """Return the kernels for one call; the reference while torch.compile traces.
 
     Raises:
         ValueError: those asked for do not exist.
         RuntimeError: they cannot run here.
     """
     chosen = requested()
-    if chosen == "reference":
+    if chosen == "reference" or torch.compiler.is_compiling():
         return "reference"
-    if torch.compiler.is_compiling():
-        return "traced"
     # Tensors that only stand for tensors: fake ones, distributed ones, ones of a tracing mode or
     # without storage.
     x = tensors[0]
@@ -60,7 +58,7 @@ def missing(kernels: str, device: torch.device) -> str | None:
     if kernels == "triton":
         triton = triton_backend()
         return "package triton" if triton is None else triton.missing(device)
-    return cpu.missing() if device.type == "cpu" else f"C++ for {device.type!r} devices"
+    return cpu_library.missing() if device.type == "cpu" else f"C++ for {device.type!r} devices"
 
 
 @functools.cache
@@ -75,18 +73,26 @@ def triton_backend() -> ModuleType | None:
     return triton_launch
 
 
-def noise_backend(x: Tensor) -> ModuleType | None:
-    """Return the kernels in force where `x` is, if they draw noise."""
-    kernels = kernels_for(x)
+def backend_for(*tensors: Tensor | None) -> ModuleType:
+    """Return the module of `kernels_for`, whose functions are named as in `kernels`."""
+    kernels = kernels_for(*(t for t in tensors if t is not None))
     if kernels == "compiled":
         try:
-            cpu.load()
+            cpu_library.load()
         except CompilationError as error:
             fall_back(error)
-            return None
+            return reference
         return cpu
-    if kernels != "triton":
-        return None
+    backend = triton_backend() if kernels == "triton" else reference
+    assert backend is not None  # or `kernels_for` would have said so
+    return backend
+
+
+def noise_backend(x: Tensor) -> ModuleType | None:
+    """Return the kernels in force where `x` is, if they draw noise."""
+    backend = backend_for(x)
+    if backend is reference or backend is cpu:
+        return cpu if backend is cpu else None
     from metis_hf.numerics.kernels import triton_noise
 
     return triton_noise

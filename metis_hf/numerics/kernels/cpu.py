@@ -1,57 +1,48 @@
-"""The quantizers for CPUs: `cpu.cpp`, compiled once for this machine and called through ctypes.
+"""The quantizers for CPUs: calls of `cpu.cpp` through ctypes.
 
-The library is kept in `$XDG_CACHE_HOME/metis_hf` (`~/.cache/metis_hf`), under a name made of the
-source, the compiler and the processor's instructions.
+`fake_quantize`, `pack` and `unpack` take tensors for which `layout` has a form.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import math
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4
-from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
-from metis_hf.numerics.kernels.request import CompilationError
+from metis_hf.numerics.kernels import cpu_library
+from metis_hf.numerics.kernels.layout import (
+    BLOCK,
+    Form,
+    Packed,
+    amax_of_rows,
+    form_of,
+    packed_form,
+    readable,
+    scale_of_pairs,
+    scale_of_rows,
+)
+from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import (
     EDEN_CLIP,
     LARGEST_ERROR,
     LARGEST_PRODUCT,
+    SCALE_NOISE,
     SMALLEST_BASE,
     TRIED_SCALES,
+    ScaleRounding,
     ScaleRule,
     largest_code,
     largest_value,
 )
 
-_SOURCE = Path(__file__).with_name("cpu.cpp")
-_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CPU_INFO = Path("/proc/cpuinfo")
-_lock = threading.Lock()
 
 
 class _Options(ctypes.Structure):
@@ -74,35 +65,128 @@ class _Call(ctypes.Structure):
     ]
 
 
-def missing() -> str | None:
-    """Name the part that compiling lacks; None if nothing."""
-    if compiler():
-        return None
-    return (
-        "C++ compiler (none of $CXX, g++, clang++ is found); install one, "
-        'for example with "apt-get install g++" or "conda install cxx-compiler"'
+class Specialization(NamedTuple):
+    """The choices of a call, by which its options are kept."""
+
+    task: str  # the library's function
+    dims: tuple[int, ...]  # inside a block, of the tensor's form
+    two_level: bool
+    scale_up: bool = False
+    stochastic: bool = False
+    scaled: bool = True  # whether the outer scale is multiplied in
+    dtype: torch.dtype = torch.float32  # of the result
+    rule: ScaleRule = ScaleRule.ABSMAX
+    rows: bool = False  # whether each row block has an outer scale
+
+
+def _variant(
+    task: str, quantizer: QuantizerDefinition, form: Form, **options: Any
+) -> Specialization:
+    return Specialization(
+        task,
+        form.dims,
+        bool(quantizer.two_level),
+        quantizer.scale_rounding is ScaleRounding.UP,
+        quantizer.rounding is Rounding.STOCHASTIC,
+        rule=quantizer.scale_rule,
+        **options,
     )
 
 
-@functools.cache
-def compiler() -> str | None:
-    """Return the path of a C++ compiler, or None."""
-    candidates = [os.environ.get("CXX", ""), "g++", "clang++"]
-    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+def fake_quantize(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    key: noise.Key | int | None,
+    dtype: torch.dtype,
+    scaled: bool,
+    minus: Tensor | None = None,
+    plus: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """See `kernels.fake_quantize`."""
+    rows = amax is None and quantizer.has_row_scales(x, dim)
+    form = form_of(x, quantizer.tile, dim)
+    scaled = scaled or not quantizer.two_level
+    variant = _variant("quantize", quantizer, form, scaled=scaled, dtype=dtype, rows=rows)
+    given = amax_of_rows(x, minus) if rows else amax
+    taken = None if minus is None else form_of(minus, quantizer.tile, dim).x
+    added = taken
+    if plus is not minus:
+        added = None if plus is None else form_of(plus, quantizer.tile, dim).x
+    values, *outer = run(variant, key, readable(form.x), given, taken, added)
+    apart = outer[0] if outer else None
+    if rows and apart is not None:
+        apart = scale_of_rows(apart, x.shape)
+    return form.restore(values), apart
+
+
+def pack(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    key: noise.Key | int | None,
+    minus: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Packed:
+    """See `kernels.pack`."""
+    rows = amax is None and quantizer.has_row_scales(x, dim)
+    form = form_of(x, quantizer.tile, dim, paired=True)
+    taken = None if minus is None else form_of(minus, quantizer.tile, dim, paired=True).x
+    given = amax_of_rows(x, minus, paired=True) if rows else amax
+    variant = _variant("pack", quantizer, form, rows=rows)
+    codes, scale, *outer = run(variant, key, readable(form.x), given, taken)
+    apart = outer[0] if outer else None
+    if rows and apart is not None:
+        apart = scale_of_rows(apart, x.shape)
+    return Packed(codes, scale.view(-1), apart)
+
+
+def unpack(
+    packed: Packed,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    scaled: bool,
+    plus: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.unpack`."""
+    tile, outer = quantizer.tile, packed.global_scale
+    form, scale = packed_form(packed.codes, packed.scale, shape, tile, dim)
+    decode = outer if scaled else None
+    rows = decode is not None and decode.dim() > 0
+    if decode is not None and rows:
+        decode = scale_of_pairs(decode, shape)
+    added = None if plus is None else form_of(plus, tile, dim, paired=True).x
+    options: dict[str, Any] = {"scaled": scaled, "dtype": dtype, "rows": rows}
+    variant = Specialization("unpack", form.dims, outer is not None, **options)
+    return form.restore(run(variant, None, form.x, scale, decode, added)[0])
 
 
 def run(
-    variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
+    variant: Specialization, key: noise.Key | int | None, x: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Compute what `formulation.run` does, from the same arguments.
+    """Call the library.
+
+    Args:
+        variant: of the call.
+        key: noise key, where elements or scales are rounded at random.
+        x: a form, or codes.
+        others: outer scale's amax, minus, plus; of `unpack` block scales, outer scale, plus.
 
     Raises:
         CompilationError: there is no library.
     """
-    library = load()
+    library = cpu_library.load()
     call = _Call(x=x.data_ptr())
-    if key is not None:
-        call.first, call.second = noise.seeds(key)
+    eden = variant.rule is ScaleRule.EDEN
+    if variant.stochastic or eden:
+        known = noise.as_key(key)
+        call.first, call.second = noise.seeds(known.fold(SCALE_NOISE) if eden else known)
     if variant.task == "unpack":
         out = _unpack(call, variant, x, *others)
     else:
@@ -122,7 +206,7 @@ def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
     out = torch.empty(shape, dtype=torch.float32, device=device)
     width = shape[-1] if shape else 1
     rows = out.numel() // width
-    load().draw(out.data_ptr(), rows, width, *noise.seeds(key), torch.get_num_threads())
+    cpu_library.load().draw(out.data_ptr(), rows, width, *noise.seeds(key), torch.get_num_threads())
     return out
 
 
@@ -135,8 +219,7 @@ def _quantize(
     plus: Tensor | None = None,
 ) -> list[Tensor]:
     _set_shape(call, x)
-    call.minus, call.given = _place(minus), _place(given)
-    call.plus = call.minus if variant.same else _place(plus)
+    call.minus, call.plus, call.given = _place(minus), _place(plus), _place(given)
     packs = variant.task == "pack"
     if packs:
         halved = (x.shape[0], BLOCK) if x.dim() == 3 else (x.shape[0], BLOCK // 2, *x.shape[2:])
@@ -212,90 +295,3 @@ def _options(variant: Specialization, dtype: torch.dtype, across_rows: bool) -> 
             product_units=2.0**30 / LARGEST_PRODUCT / count,
         )
     )
-
-
-@functools.cache
-def load() -> ctypes.CDLL:
-    """Load the library, after compiling it where this machine has none.
-
-    Raises:
-        CompilationError: that failed.
-    """
-    with _lock:
-        try:
-            file = directory() / f"cpu-{_identity()}.so"
-            if file.exists():
-                with suppress(CompilationError):  # damaged: compiled again
-                    return _loaded(file)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-                library = build(Path(folder) / "cpu.so")
-                (Path(folder) / "cpu.so").replace(file)  # others never see a half
-                return library
-        except CompilationError:
-            raise
-        except (OSError, RuntimeError):  # no folder that takes one, or no home: for this process
-            with tempfile.TemporaryDirectory() as folder:
-                return build(Path(folder) / "cpu.so")
-
-
-def build(out: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """Compile the library to a file and load it.
-
-    Args:
-        out: the file.
-        flags: for the compiler, after all others.
-
-    Raises:
-        CompilationError: that failed.
-    """
-    found = compiler()
-    if found is None:
-        raise CompilationError(f"there is no {missing()}")
-    error = ""
-    for native in (["-march=native"], []):  # not every compiler knows it for every processor
-        command = [found, *_FLAGS, *native, *flags, str(_SOURCE), "-o", str(out)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except OSError as failure:
-            raise CompilationError(f"{found} could not be started: {failure}") from failure
-        if not done.returncode:
-            return _loaded(out)
-        error = error or done.stderr.strip()
-    raise CompilationError(f"{found} failed to compile {_SOURCE}: {error}")
-
-
-def _loaded(file: Path) -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL(str(file))
-    except OSError as error:
-        raise CompilationError(f"quantizers could not be compiled or loaded: {error}") from error
-    for name in ("quantize", "pack", "unpack"):
-        function = getattr(library, name)
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-        function.restype = None
-    word, size = ctypes.c_uint32, ctypes.c_int64
-    library.draw.argtypes = [ctypes.c_void_p, size, size, word, word, ctypes.c_int]
-    library.draw.restype = None
-    return library
-
-
-def directory() -> Path:
-    """Return where compiled code is kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metis_hf"
-
-
-@functools.cache
-def _identity() -> str:
-    """Return a name for the source, the compiler and the processor's instructions."""
-    made_for = (compiler(), _FLAGS, platform.machine(), _instructions())
-    return hashlib.sha256(repr(made_for).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
-
-
-def _instructions() -> str:
-    """Name the processor's instructions: the library uses all, and fails on another processor."""
-    with suppress(OSError):
-        for line in _CPU_INFO.read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    return platform.processor()

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
-from metis_hf.numerics.formats import NVFP4
-from metis_hf.numerics.kernels.formulation import BLOCK
+from metis_hf.numerics.formats import NVFP4, BlockFormat
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import ScaleRule
 
+BLOCK = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that kernels read and write
 # Kernels count places in 32 bits, to the end of the last program and of the last, padded blocks.
 _MAX_ELEMENTS = 2**31 - 2**13
@@ -125,6 +125,21 @@ def run_of(blocked: Sequence[int], tile: Tile, dim: int) -> int:
     return within // 2 if blocked[1] % 2 == 0 else within
 
 
+def packed_shapes(
+    shape: tuple[int, int], tile: Tile, fmt: BlockFormat, dim: int
+) -> tuple[tuple[int, ...], int]:
+    """Return the shape of a packed matrix's codes, and the number of its block scales."""
+    blocked = blocked_shape(shape, tile, fmt.block_size, dim)
+    elements, in_rows = math.prod(blocked), in_row_blocks(tile, dim)
+    size = blocked[-1] if in_rows else blocked[1]
+    inside = {Tile.TENSOR: elements, Tile.SQUARE: size * size}.get(tile, size)
+    blocks = elements // inside
+    if fmt.element.bits != 4:
+        return blocked, blocks
+    run = run_of(blocked, tile, dim)
+    return (-(-elements // (2 * run)), run), blocks + (blocks % 2 if in_rows else 0)
+
+
 def has_form(x: Tensor, tile: Tile, dim: int) -> bool:
     """Return whether `form_of` takes this tensor: blocks along one of the last two dimensions."""
     ndim = x.dim()
@@ -145,6 +160,24 @@ def has_kernel(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
         and covers_rule(x.shape, quantizer, dim)
         and has_form(x, quantizer.tile, dim)
         and _padded_count(x.shape) <= _MAX_ELEMENTS
+    )
+
+
+def covers(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    dim: int,
+    dtype: torch.dtype,
+    minus: Tensor | None,
+    plus: Tensor | None,
+) -> bool:
+    """Return whether kernels have a form for this call of `fake_quantize`."""
+    return (
+        has_kernel(x, quantizer, dim)
+        and dtype in DTYPES
+        and all(t is None or t.dtype is torch.float32 for t in (minus, plus))
+        # The difference from an fp64 tensor is one in fp64.
+        and (minus is None or x.dtype in DTYPES)
     )
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from metis_hf.numerics.definition import OuterScale, QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4
 from metis_hf.numerics.kernels.choice import kernels_for, triton_backend
-from metis_hf.numerics.kernels.formulation import BLOCK
-from metis_hf.numerics.kernels.layout import covers_rule
+from metis_hf.numerics.kernels.layout import BLOCK, covers_rule
 from metis_hf.numerics.layout import Tile
 
 _WIDEST = 128  # rank of a low-rank part

@@ -1,7 +1,7 @@
-"""The formulation as Triton kernels, for CUDA devices; on CPU through Triton's interpreter.
+"""The quantizers as Triton kernels, for CUDA devices; on CPU through Triton's interpreter.
 
-The same arithmetic as `formulation`, to the bit: plus + Q(x - minus), or the codes and scales of
-Q(x). What may not be left to a GPU's choice:
+The same arithmetic as `numerics.definition`, to the bit: plus + Q(x - minus), or the codes and
+scales of Q(x). What may not be left to a GPU's choice:
 
 - Amax is taken of magnitudes as integers; see `triton_amax`.
 - Clamps are comparisons, which leave NaN where it is. Division is IEEE's (`div_rn`).

@@ -20,8 +20,8 @@ from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import SCALE_E4M3
 from metis_hf.numerics.kernels import triton_kernels, triton_numbers
-from metis_hf.numerics.kernels.formulation import BLOCK
 from metis_hf.numerics.kernels.layout import (
+    BLOCK,
     Groups,
     Low,
     Packed,

@@ -1,7 +1,7 @@
 """Numbers of NVFP4 as functions of Triton's kernels: noise, E2M1, E4M3, and block scales.
 
-The same arithmetic as `formulation` and `block_scales`, to the bit; `triton_kernels` says what
-may not be left to a GPU's choice.
+The same arithmetic as `numerics.definition` and `numerics.scaling`, to the bit; `triton_kernels`
+says what may not be left to a GPU's choice.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import triton.language as tl
 
 from metis_hf import noise
 from metis_hf.numerics import scaling
-from metis_hf.numerics.formats import E4M3, FLT_MAX
-from metis_hf.numerics.kernels import block_scales
+from metis_hf.numerics.formats import E4M3, FLT_MAX, NVFP4
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _SIGN = tl.constexpr(-(2**31))
 MAGNITUDE = tl.constexpr(2**31 - 1)
 LARGEST_FP32 = tl.constexpr(FLT_MAX)
 _M1, _M2 = tl.constexpr(noise._M1), tl.constexpr(noise._M2)
-_MAX_CODE = tl.constexpr(block_scales.MAX_CODE)
+_MAX_CODE = tl.constexpr(NVFP4.element.max)
 _MAX_SCALE = tl.constexpr(E4M3.max)
 _SMALLEST_BASE = tl.constexpr(scaling.SMALLEST_BASE)
 _LARGEST_ERROR = tl.constexpr(scaling.LARGEST_ERROR)
@@ -31,20 +30,17 @@ _EDEN_CLIP = tl.constexpr(scaling.EDEN_CLIP)
 _, *_OTHERS = scaling.TRIED_SCALES[scaling.ScaleRule.SEARCH]
 _T1, _T2, _T3, _T4, _T5 = (tl.constexpr(factor) for factor in _OTHERS)
 _FOUR = tl.constexpr(scaling.TRIED_SCALES[scaling.ScaleRule.FOUR_OVER_SIX][1])
-_MAGIC = tl.constexpr(block_scales._MAGIC)
-_LOW_MAGIC, _HIGH_MAGIC = (
-    tl.constexpr(block_scales._MAGIC / 2),
-    tl.constexpr(2 * block_scales._MAGIC),
-)
-_SCALE_NORMAL = tl.constexpr(block_scales._NORMAL)
-SCALE_SPACING = tl.constexpr(block_scales._SPACING)
-_SCALE_STEPS = tl.constexpr(1 / block_scales._SPACING)
-_SCALE_MAGIC = tl.constexpr(block_scales._MAGIC * block_scales._SPACING)
-DROPPED = tl.constexpr(block_scales._DROPPED)
-_EXPONENT = tl.constexpr(block_scales._EXPONENT)
-_KEPT = tl.constexpr(-(1 << block_scales._DROPPED))
-_BELOW_ONE = tl.constexpr((1 << block_scales._DROPPED) - 1)
-_BELOW_HALF = tl.constexpr((1 << block_scales._DROPPED - 1) - 1)
+_ADDED = 1.5 * 2.0**23  # times a power of two: fp32 numbers around it are that power apart
+_MAGIC = tl.constexpr(_ADDED)
+_LOW_MAGIC, _HIGH_MAGIC = tl.constexpr(_ADDED / 2), tl.constexpr(2 * _ADDED)
+_SCALE_NORMAL = tl.constexpr(2.0**-6)  # of E4M3
+SCALE_SPACING = tl.constexpr(2.0**-9)  # below that
+_SCALE_STEPS = tl.constexpr(2.0**9)
+_SCALE_MAGIC = tl.constexpr(_ADDED * 2.0**-9)
+DROPPED = tl.constexpr(20)  # mantissa bits of fp32 that E4M3 lacks
+_EXPONENT = tl.constexpr(0x7F800000)  # of the bits of an fp32 number
+_KEPT = tl.constexpr(-(1 << 20))
+_BELOW_ONE, _BELOW_HALF = tl.constexpr((1 << 20) - 1), tl.constexpr((1 << 19) - 1)
 # Bits of fp32 without what a small format drops, less the difference of the exponents' biases.
 E4M3_OFFSET = tl.constexpr((127 - 7) << 3)
 _E2M1_OFFSET = tl.constexpr((127 - 1) << 1)
@@ -61,7 +57,7 @@ def hash_bits(h):
 
 @triton.jit
 def uniform(index, lane, source):
-    """Compute `formulation._uniform` of the elements `lane` of the blocks `index`."""
+    """Return `noise.uniform` of the elements `lane` of the blocks `index`."""
     data_ptr, word0, word1 = source
     if data_ptr is None:
         first = hash_bits(word0)
@@ -125,7 +121,7 @@ def add_product(total, a, b, LEFT: tl.constexpr):
 
 @triton.jit
 def _round_e4m3(value, UP: tl.constexpr):
-    """Compute `block_scales._round_e4m3`."""
+    """Compute `scaling.round_scale`."""
     bits = value.to(tl.int32, bitcast=True)
     if UP:
         normal = tl.add(bits, _BELOW_ONE, sanitize_overflow=False)
@@ -214,7 +210,7 @@ def _sum_of_products(products, LANES: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _corrected(magnitude, scale, inverse, index, source, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """Compute `block_scales.corrected` of the blocks `index`."""
+    """Compute `scaling.corrected_scale` of the blocks `index`."""
     scaled = magnitude * inverse
     codes = _nearest(tl.where(scaled > _MAX_CODE, _MAX_CODE, scaled))
     energy = _sum_of_products(scaled * scaled, LANES, ROWS)
@@ -272,7 +268,7 @@ def block_scales_of(
 
     With the RULE "eden" scales are corrected with the noise of `source`, of the blocks `index`;
     with another, each is the one of several that leaves the least error: see
-    `block_scales._least_error`. `outer` are the encode and decode scales of the tensor or its rows.
+    `scaling.least_error_scale`. `outer` are the encode and decode scales of the tensor or its rows.
     """
     encode, decode = outer
     magnitude = (bits & MAGNITUDE).to(tl.float32, bitcast=True)

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.kernels.formulation import BLOCK
-from metis_hf.numerics.kernels.layout import Groups, Low, form_of, readable
+from metis_hf.numerics.kernels.layout import BLOCK, Groups, Low, form_of, readable
 from metis_hf.numerics.kernels.triton_direct import launch, padded_block
 from metis_hf.numerics.kernels.triton_numbers import (
     DROPPED,

@@ -7,26 +7,21 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from metis_hf import noise
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import (
     Packed,
-    cpu,
+    cpu_library,
     fake_quantize,
-    formulation,
     pack,
     unpack,
     use_kernels,
 )
-from metis_hf.numerics.kernels.formulation import Specialization
-from metis_hf.numerics.kernels.layout import form_of, readable
-from metis_hf.numerics.scaling import SCALE_NOISE
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 
 FP32_MAX = torch.finfo(torch.float32).max
-needs_compiler = pytest.mark.skipif(cpu.missing() is not None, reason="no C++ compiler")
-# Together they have every branch of the formulation.
+needs_compiler = pytest.mark.skipif(cpu_library.missing() is not None, reason="no C++ compiler")
+# Together they have every branch of the library.
 COMPILED = {
     "rows": (Quantizer(), -1, torch.float32),
     "rows, one level, up, bf16": (
@@ -100,29 +95,6 @@ def both(quantizer: Quantizer, x: Tensor, kernel: str = "compiled", **options) -
         actual = quantizer(x, key=5, **options)
     assert_same_bits(actual, wanted)
     assert_same_bits(x, before)
-
-
-def traced(
-    quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32, amax: Tensor | None = None
-) -> Tensor:
-    """The formulation run operation by operation: what compilers start from."""
-    form = form_of(x, quantizer.tile, dim)
-    variant = Specialization(
-        "quantize",
-        form.dims,
-        bool(quantizer.two_level),
-        quantizer.scale_rounding == "up",
-        quantizer.rounding == "stochastic",
-        True,
-        dtype,
-        rule=quantizer.scale_rule,
-        given=amax is not None,
-    )
-    operand = readable(form.x)
-    key = noise.Key(5) if variant.needs_noise else None
-    if key is not None and quantizer.scale_rule == "eden":
-        key = key.fold(SCALE_NOISE)
-    return form.restore(formulation.run(variant, key, operand, amax)[0])
 
 
 def adversarial() -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import choice, cpu, use_kernels
+from metis_hf.numerics.kernels import choice, cpu, cpu_library, use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 
@@ -31,7 +31,8 @@ def large() -> Tensor:
 
 
 def test_automatic_choice(monkeypatch) -> None:
-    monkeypatch.setattr(cpu, "missing", lambda: None)
+    monkeypatch.setattr(cpu_library, "missing", lambda: None)
+    monkeypatch.setattr(cpu_library, "load", lambda: None)
     ran: list[str] = []
 
     def run(variant, key, x, *others):
@@ -94,7 +95,7 @@ def falls_back(message: str) -> None:
 
 
 def test_without_a_compiler(monkeypatch) -> None:
-    monkeypatch.setattr(cpu, "compiler", lambda: None)
+    monkeypatch.setattr(cpu_library, "compiler", lambda: None)
     falls_back(r"C\+\+ compiler.*install one")
 
 
@@ -108,8 +109,8 @@ def program(folder, text: str) -> str:
 def test_a_compiler_that_fails(monkeypatch, tmp_path) -> None:
     compiler = program(tmp_path, "echo cc1plus: out of memory >&2; exit 1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cpu, "compiler", lambda: compiler)
-    monkeypatch.setattr(cpu, "load", cpu.load.__wrapped__)
+    monkeypatch.setattr(cpu_library, "compiler", lambda: compiler)
+    monkeypatch.setattr(cpu_library, "load", cpu_library.load.__wrapped__)
     falls_back("cc1plus: out of memory")
     assert not list((tmp_path / "cache").rglob("*.so"))
 
@@ -117,8 +118,8 @@ def test_a_compiler_that_fails(monkeypatch, tmp_path) -> None:
 def test_a_library_that_is_damaged(monkeypatch, tmp_path) -> None:
     compiler = program(tmp_path, 'while [ "$1" != -o ]; do shift; done; echo text > "$2"')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cpu, "compiler", lambda: compiler)
-    monkeypatch.setattr(cpu, "load", cpu.load.__wrapped__)
+    monkeypatch.setattr(cpu_library, "compiler", lambda: compiler)
+    monkeypatch.setattr(cpu_library, "load", cpu_library.load.__wrapped__)
     falls_back(r"could not be compiled or loaded.*\.so")
 
 
@@ -135,7 +136,7 @@ with use_kernels("reference"):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu.missing() is not None, reason="no C++ compiler")
+@pytest.mark.skipif(cpu_library.missing() is not None, reason="no C++ compiler")
 def test_processes_share_one_library(monkeypatch, tmp_path) -> None:
     """Started together; over a damaged one; and where the folder for it cannot be made."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

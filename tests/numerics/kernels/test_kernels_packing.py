@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import (
-    choice,
-    cpu,
-    fake_quantize,
-    formulation,
-    pack,
-    unpack,
-    use_kernels,
-)
+from metis_hf.numerics.kernels import fake_quantize, pack, unpack, use_kernels
 from metis_hf.numerics.kernels.layout import packs
-from metis_hf.numerics.kernels.request import CompilationError
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 from numerics.kernels.kernel_tools import (
@@ -34,17 +22,7 @@ from numerics.kernels.kernel_tools import (
 )
 
 
-@pytest.fixture(params=["formulation", pytest.param("C++", marks=needs_compiler)])
-def kernels(request) -> Iterator[None]:
-    """The formulation, operation by operation, or the C++."""
-    with pytest.MonkeyPatch.context() as patched:
-        if request.param == "formulation":
-            patched.setattr(cpu, "run", formulation.run)
-            patched.setattr(cpu, "missing", lambda: None)
-        yield
-
-
-@pytest.mark.usefixtures("kernels")
+@needs_compiler
 @pytest.mark.parametrize("name", TENSORS)
 def test_kernels_pack_as_the_reference(name) -> None:
     """Every third choice and layout, others for the next tensor."""
@@ -52,12 +30,8 @@ def test_kernels_pack_as_the_reference(name) -> None:
         check(TENSORS[name], quantizer, dim)
 
 
-@pytest.mark.usefixtures("kernels")
-@settings(
-    max_examples=40,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@needs_compiler
+@settings(max_examples=40, derandomize=True)
 @given(
     st.integers(1, 40),
     st.integers(1, 70),
@@ -96,26 +70,17 @@ def test_what_is_packed_by_kernels() -> None:
     assert packs((5, 33), Quantizer(tile="square").tile, 0)
 
 
-@pytest.mark.parametrize("task", ["pack", "unpack"])
-def test_a_failing_compilation_leaves_the_reference(task, monkeypatch) -> None:
-    """In the middle: packed by the kernels, unpacked by the reference, and the other way round."""
+@needs_compiler
+def test_what_kernels_packed_the_reference_unpacks() -> None:
+    """And the other way round: a setting may change between a layer's forward and backward pass."""
     x, low = torch.randn(256, 256, generator=seeded(0)), low_rank((256, 256))
     quantizer = Quantizer()
     with use_kernels("reference"):
         wanted = fake_quantize(x, quantizer, minus=low, plus=low)[0]
 
-    def fail(variant, *rest):
-        if variant.task == task:
-            raise CompilationError("cc1plus: out of memory")
-        return formulation.run(variant, *rest)
-
-    def there_and_back() -> Tensor:
-        packed = pack(x, quantizer, minus=low)
-        return unpack(packed, quantizer, shape=(256, 256), plus=low)
-
-    monkeypatch.setattr(cpu, "missing", lambda: None)
-    monkeypatch.setattr(cpu, "run", fail)
-    choice.forget_failures()
-    with use_kernels(None), pytest.warns(UserWarning, match="out of memory"):
-        assert_same_bits(there_and_back(), wanted)
-    choice.forget_failures()
+    for first, then in (("compiled", "reference"), ("reference", "compiled")):
+        with use_kernels(first):
+            packed = pack(x, quantizer, minus=low)
+        with use_kernels(then):
+            found = unpack(packed, quantizer, shape=(256, 256), plus=low)
+        assert_same_bits(found, wanted)

@@ -15,9 +15,6 @@ from paths import ROOT
 
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import choice, use_kernels
-from numerics.cases import assert_same_bits
-from numerics.helpers import note_tracing, seeded
-from numerics.kernels.triton_cases import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(
@@ -76,13 +73,3 @@ def test_on_cpu_the_request_is_refused() -> None:
     missing = r"there is no (CUDA device|triton 3\.6)"
     with use_kernels("triton"), pytest.raises(RuntimeError, match=missing):
         Quantizer()(torch.zeros(16, 16))
-
-
-def test_inside_a_compiled_function_the_formulation_is_traced(monkeypatch) -> None:
-    """Even where triton is missing: the compiler around makes kernels of its own."""
-    x = torch.randn(32, 32, generator=seeded(0))
-    noted = note_tracing(monkeypatch)
-    with use_kernels("triton"):
-        actual = torch.compile(Quantizer(), backend="aot_eager", fullgraph=True)(x)
-    assert noted == ["quantize"]
-    assert_same_bits(actual, reference(x, Quantizer()))

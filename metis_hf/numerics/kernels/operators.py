@@ -1,0 +1,195 @@
+"""Quantizers as operators: one node each in a graph of torch.compile or torch.export.
+
+When the graph runs, an operator takes the kernels in force where its tensors are, as eager calls
+do. So a compiled model has the numbers of an eager one to the bit, and nothing of a quantizer is
+traced or compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metis_hf import noise
+from metis_hf.numerics.definition import QuantizerDefinition
+from metis_hf.numerics.formats import FORMATS, get_format
+from metis_hf.numerics.kernels import in_force
+from metis_hf.numerics.kernels.layout import Packed, packed_shapes
+
+
+def in_graph(quantizer: QuantizerDefinition) -> bool:
+    """Return whether a call becomes an operator: of a named format, while a graph is traced."""
+    fmt = quantizer.fmt
+    return torch.compiler.is_compiling() and FORMATS.get(fmt.name) == fmt
+
+
+def fake_quantize(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    key: noise.Key | int | None,
+    dtype: torch.dtype,
+    scaled: bool,
+    minus: Tensor | None,
+    plus: Tensor | None,
+    amax: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """See `kernels.fake_quantize`."""
+    static, data = _parts(key)
+    choices = _choices(quantizer)
+    values, *missing = _quantize(x, choices, dim, static, data, dtype, scaled, minus, plus, amax)
+    return values, missing[0] if missing else None
+
+
+def pack(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    key: noise.Key | int | None,
+    minus: Tensor | None,
+    amax: Tensor | None,
+) -> Packed:
+    """See `kernels.pack`."""
+    static, data = _parts(key)
+    codes, scale, *outer = _pack(x, _choices(quantizer), dim, static, data, minus, amax)
+    return Packed(codes, scale, outer[0] if outer else None)
+
+
+def unpack(
+    packed: Packed,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    scaled: bool,
+    plus: Tensor | None,
+) -> Tensor:
+    """See `kernels.unpack`."""
+    values: Tensor = _unpack(*packed, _choices(quantizer), dim, list(shape), dtype, scaled, plus)
+    return values
+
+
+def _parts(key: noise.Key | int | None) -> tuple[int | None, Tensor | None]:
+    return (None, None) if key is None else noise.as_key(key)[:2]
+
+
+def _key(static: int | None, data: Tensor | None) -> noise.Key | None:
+    return None if static is None else noise.Key(static, data)
+
+
+def _choices(quantizer: QuantizerDefinition) -> str:
+    """Spell a quantizer, for operators take no objects."""
+    q = quantizer
+    assert q.scale_rounding is not None
+    words = q.rounding.value, q.scale_rounding.value, q.tile.value, q.scale_rule.value
+    return " ".join((q.fmt.name, *words, q.outer_scale.value, "2" if q.two_level else "1"))
+
+
+@functools.cache
+def _quantizer(choices: str) -> QuantizerDefinition:
+    fmt, *words, levels = choices.split()
+    names = "rounding", "scale_rounding", "tile", "scale_rule", "outer_scale"
+    options: dict[str, Any] = dict(zip(names, words))
+    return QuantizerDefinition(get_format(fmt), two_level=levels == "2", **options)
+
+
+def _new(*tensors: Tensor | None) -> list[Tensor]:
+    return [t.contiguous() for t in tensors if t is not None]
+
+
+def _outer_scale(
+    x: Tensor, quantizer: QuantizerDefinition, dim: int, amax: Tensor | None
+) -> list[Tensor]:
+    if not quantizer.two_level:
+        return []
+    by_row = amax is None and quantizer.has_row_scales(x, dim)
+    return [x.new_empty((*x.shape[:-1], 1) if by_row else (), dtype=torch.float32)]
+
+
+@torch.library.custom_op("metis_hf::quantize", mutates_args=())
+def _quantize(
+    x: Tensor,
+    choices: str,
+    dim: int,
+    static: int | None,
+    data: Tensor | None,
+    dtype: torch.dtype,
+    scaled: bool,
+    minus: Tensor | None,
+    plus: Tensor | None,
+    amax: Tensor | None,
+) -> list[Tensor]:
+    options: dict[str, Any] = {"minus": minus, "plus": plus, "amax": amax, "scaled": scaled}
+    key = _key(static, data)
+    quantized = in_force.fake_quantize(
+        x, _quantizer(choices), dim=dim, key=key, dtype=dtype, **options
+    )
+    return _new(*quantized)
+
+
+@_quantize.register_fake
+def _(x, choices, dim, static, data, dtype, scaled, minus, plus, amax):  # type: ignore[no-untyped-def]
+    quantizer = _quantizer(choices)
+    values = x.new_empty(x.shape, dtype=dtype)
+    return [values, *([] if scaled else _outer_scale(x, quantizer, dim, amax))]
+
+
+def _shapes(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> tuple[tuple[int, ...], int]:
+    rows, columns = x.shape
+    return packed_shapes((rows, columns), quantizer.tile, quantizer.fmt, dim)
+
+
+@torch.library.custom_op("metis_hf::pack", mutates_args=())
+def _pack(
+    x: Tensor,
+    choices: str,
+    dim: int,
+    static: int | None,
+    data: Tensor | None,
+    minus: Tensor | None,
+    amax: Tensor | None,
+) -> list[Tensor]:
+    options: dict[str, Any] = {"key": _key(static, data), "minus": minus, "amax": amax}
+    quantizer = _quantizer(choices)
+    codes, *scales = in_force.pack(x, quantizer, dim=dim, **options)
+    return _new(codes.view(_shapes(x, quantizer, dim)[0]), *scales)
+
+
+@_pack.register_fake
+def _(x, choices, dim, static, data, minus, amax):  # type: ignore[no-untyped-def]
+    quantizer = _quantizer(choices)
+    codes, scales = _shapes(x, quantizer, dim)
+    packed = x.new_empty(codes, dtype=torch.uint8)
+    scale = x.new_empty(scales, dtype=quantizer.fmt.scale.dtype)
+    return [packed, scale, *_outer_scale(x, quantizer, dim, amax)]
+
+
+@torch.library.custom_op("metis_hf::unpack", mutates_args=())
+def _unpack(
+    codes: Tensor,
+    scale: Tensor,
+    outer: Tensor | None,
+    choices: str,
+    dim: int,
+    shape: list[int],
+    dtype: torch.dtype,
+    scaled: bool,
+    plus: Tensor | None,
+) -> Tensor:
+    packed = Packed(codes, scale, outer)
+    options: dict[str, Any] = {"dtype": dtype, "scaled": scaled, "plus": plus}
+    rows, columns = shape
+    return in_force.unpack(
+        packed, _quantizer(choices), dim=dim, shape=(rows, columns), **options
+    ).contiguous()
+
+
+@_unpack.register_fake
+def _(codes, scale, outer, choices, dim, shape, dtype, scaled, plus):  # type: ignore[no-untyped-def]
+    return codes.new_empty(shape, dtype=dtype)
