@@ -112,7 +112,16 @@ def _outer_scale(
     return [x.new_empty((*x.shape[:-1], 1) if by_row else (), dtype=torch.float32)]
 
 
-@torch.library.custom_op("metis_hf::quantize", mutates_args=())
+# Schemas are written out where torch 2.8 may not read them from annotations: lists.
+_KEY = "int? static, Tensor? data"
+
+
+@torch.library.custom_op(
+    "metis_hf::quantize",
+    mutates_args=(),
+    schema=f"(Tensor x, str choices, int dim, {_KEY}, ScalarType dtype, bool scaled, "
+    "Tensor? minus, Tensor? plus, Tensor? amax) -> Tensor[]",
+)
 def _quantize(
     x: Tensor,
     choices: str,
@@ -145,7 +154,11 @@ def _shapes(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> tuple[tuple[
     return packed_shapes((rows, columns), quantizer.tile, quantizer.fmt, dim)
 
 
-@torch.library.custom_op("metis_hf::pack", mutates_args=())
+@torch.library.custom_op(
+    "metis_hf::pack",
+    mutates_args=(),
+    schema=f"(Tensor x, str choices, int dim, {_KEY}, Tensor? minus, Tensor? amax) -> Tensor[]",
+)
 def _pack(
     x: Tensor,
     choices: str,
@@ -170,7 +183,12 @@ def _(x, choices, dim, static, data, minus, amax):  # type: ignore[no-untyped-de
     return [packed, scale, *_outer_scale(x, quantizer, dim, amax)]
 
 
-@torch.library.custom_op("metis_hf::unpack", mutates_args=())
+@torch.library.custom_op(
+    "metis_hf::unpack",
+    mutates_args=(),
+    schema="(Tensor codes, Tensor scale, Tensor? outer, str choices, int dim, SymInt[] shape, "
+    "ScalarType dtype, bool scaled, Tensor? plus) -> Tensor",
+)
 def _unpack(
     codes: Tensor,
     scale: Tensor,
