@@ -84,16 +84,16 @@ def _key(static: int | None, data: Tensor | None) -> noise.Key | None:
 
 
 def _choices(quantizer: QuantizerDefinition) -> str:
-    """Spell a quantizer, for operators take no objects."""
+    """Spell a quantizer, for operators take no objects; the name of a format may have spaces."""
     q = quantizer
     assert q.scale_rounding is not None
     words = q.rounding.value, q.scale_rounding.value, q.tile.value, q.scale_rule.value
-    return " ".join((q.fmt.name, *words, q.outer_scale.value, "2" if q.two_level else "1"))
+    return " ".join((*words, q.outer_scale.value, "2" if q.two_level else "1", q.fmt.name))
 
 
 @functools.cache
 def _quantizer(choices: str) -> QuantizerDefinition:
-    fmt, *words, levels = choices.split()
+    *words, levels, fmt = choices.split(" ", 6)
     names = "rounding", "scale_rounding", "tile", "scale_rule", "outer_scale"
     options: dict[str, Any] = dict(zip(names, words))
     return QuantizerDefinition(get_format(fmt), two_level=levels == "2", **options)

@@ -259,7 +259,7 @@ class Spectral(Conditioner):
         self, x: Tensor, start: Tensor | None, *, key: Key, row_mask: Tensor | None
     ) -> Tensor:
         """Find v [c k] of x [t c], from a kept basis [c k] if there is one."""
-        rank = _least(self.rank, *x.shape)
+        rank = min(self.rank, *x.shape)
         rows: dict[str, Any] = {
             "sample_frac": self.sample_frac,
             "min_rows": fewest_rows(rank, self.rows),
@@ -283,16 +283,3 @@ def _pack_factors(
     if a_hat is None or vh_hat is None:
         return None
     return Low(left, lam, right), LowRank(a_hat, lam, vh_hat)
-
-
-def _least(*sizes: int) -> int:
-    """Return the least of some sizes, one of which torch.compile may know as a symbol.
-
-    `min` would give Min(12, tokens), and torch 2.13 cannot compute with the padding of such a size
-    to whole blocks. A comparison is a guard, and leaves 12.
-    """
-    least, *others = sizes
-    for size in others:
-        if size < least:
-            least = size
-    return least
