@@ -290,7 +290,7 @@ def gpus_markdown() -> str:
 
 def first_step_markdown() -> str:
     cells = [[row["name"], short(row["ms"] / 1e3)] for row in read("first_step")["rows"]]
-    return table(["the library for CPUs", "first step beyond the second, s"], cells)
+    return table(["", "first step beyond the second, s"], cells)
 
 
 def tables() -> dict[str, str]:

@@ -78,6 +78,7 @@ SETTINGS = (
         ("width-384-directions",),
         DIRECTIONS,
     ),
+    Setting("width 256, 5.0M tokens", "prediction/width-256", ("width-256",)),
     *(
         Setting(
             f"width 64, {tokens}M tokens",
