@@ -118,7 +118,8 @@ def _on_host(data: Tensor) -> bool:
     Not while torch traces, in whatever way, nor what only stands for a tensor.
     """
     return (
-        data.device.type == "cpu"
+        not torch.compiler.is_compiling()
+        and data.device.type == "cpu"
         and type(data) is Tensor
         and not torch._is_functional_tensor(data)
         and torch._C._functorch.maybe_current_level() is None

@@ -312,6 +312,17 @@ def test_what_stands_for_a_tensor_is_left_to_torch():
     assert torch.equal(torch._from_functional_tensor(fingerprint(functional)), fingerprint(drawn))
 
 
+def test_torch_compile_draws_the_same_noise():
+    """With the data of a key, which the host must not read while a graph is traced."""
+
+    def draw(data):
+        return uniform((4, 20), Key(8, data))
+
+    data = torch.tensor(3, dtype=torch.int32)
+    compiled = torch.compile(draw, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(data), draw(data))
+
+
 @pytest.mark.parametrize(
     "trace",
     [
