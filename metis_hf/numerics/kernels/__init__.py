@@ -21,7 +21,7 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.kernels import in_force, operators
-from metis_hf.numerics.kernels.choice import kernels_for, triton_backend
+from metis_hf.numerics.kernels.choice import backend_for, kernels_for
 from metis_hf.numerics.kernels.layout import Packed, covers, packs
 from metis_hf.numerics.kernels.request import (
     KERNELS,
@@ -128,7 +128,9 @@ def pack_with_values(
         scaled = scaled or not quantizer.two_level
         options: dict[str, Any] = {"dtype": dtype, "scaled": scaled, "amax": amax}
         with or_reference:
-            return _triton().pack_with_values(matrix, quantizer, dim=dim, key=key, **options)
+            return backend_for(matrix).pack_with_values(
+                matrix, quantizer, dim=dim, key=key, **options
+            )
     return pack(x, quantizer, dim=dim, key=key, amax=amax), None
 
 
@@ -175,19 +177,13 @@ def store(
         and kernels_for(x) == "triton"
     ):
         with or_reference:
-            return _triton().store(x, quantizer, dim=dim, key=key)
+            return backend_for(x).store(x, quantizer, dim=dim, key=key)
     return None
 
 
 def _module(quantizer: QuantizerDefinition) -> ModuleType:
     """Return the module that quantizes now, or notes in torch.compile's graph what to do later."""
     return operators if operators.in_graph(quantizer) else in_force
-
-
-def _triton() -> ModuleType:
-    backend = triton_backend()
-    assert backend is not None  # or `kernels_for` would have said so
-    return backend
 
 
 def _detached(x: Tensor | None) -> Tensor | None:

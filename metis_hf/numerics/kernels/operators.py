@@ -27,56 +27,32 @@ def in_graph(quantizer: QuantizerDefinition) -> bool:
 
 
 def fake_quantize(
-    x: Tensor,
-    quantizer: QuantizerDefinition,
-    *,
-    dim: int,
-    key: noise.Key | int | None,
-    dtype: torch.dtype,
-    scaled: bool,
-    minus: Tensor | None,
-    plus: Tensor | None,
-    amax: Tensor | None,
+    x: Tensor, quantizer: QuantizerDefinition, *, key: noise.Key | int | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`."""
-    static, data = _parts(key)
-    choices = _choices(quantizer)
-    values, *missing = _quantize(x, choices, dim, static, data, dtype, scaled, minus, plus, amax)
+    """See `kernels.fake_quantize`, whose options are all given."""
+    values, *missing = _quantize(x, _choices(quantizer), **_parts(key), **options)
     return values, missing[0] if missing else None
 
 
 def pack(
-    x: Tensor,
-    quantizer: QuantizerDefinition,
-    *,
-    dim: int,
-    key: noise.Key | int | None,
-    minus: Tensor | None,
-    amax: Tensor | None,
+    x: Tensor, quantizer: QuantizerDefinition, *, key: noise.Key | int | None, **options: Any
 ) -> Packed:
-    """See `kernels.pack`."""
-    static, data = _parts(key)
-    codes, scale, *outer = _pack(x, _choices(quantizer), dim, static, data, minus, amax)
+    """See `kernels.pack`, whose options are all given."""
+    codes, scale, *outer = _pack(x, _choices(quantizer), **_parts(key), **options)
     return Packed(codes, scale, outer[0] if outer else None)
 
 
-def unpack(
-    packed: Packed,
-    quantizer: QuantizerDefinition,
-    *,
-    dim: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    scaled: bool,
-    plus: Tensor | None,
-) -> Tensor:
-    """See `kernels.unpack`."""
-    values: Tensor = _unpack(*packed, _choices(quantizer), dim, list(shape), dtype, scaled, plus)
+def unpack(packed: Packed, quantizer: QuantizerDefinition, **options: Any) -> Tensor:
+    """See `kernels.unpack`, whose options are all given."""
+    values: Tensor = _unpack(*packed, _choices(quantizer), **options)
     return values
 
 
-def _parts(key: noise.Key | int | None) -> tuple[int | None, Tensor | None]:
-    return (None, None) if key is None else noise.as_key(key)[:2]
+def _parts(key: noise.Key | int | None) -> dict[str, Any]:
+    if key is None:
+        return {"static": None, "data": None}
+    known = noise.as_key(key)
+    return {"static": known.static, "data": known.data}
 
 
 def _key(static: int | None, data: Tensor | None) -> noise.Key | None:
