@@ -3,8 +3,8 @@
 `reference` computes `definition.QuantizerDefinition.blocks`, operation by operation. `compiled` is
 C++ for CPUs, which the system's compiler compiles once, in seconds. `triton` is for CUDA devices.
 Results are equal to the bit, stochastic rounding included. The reference computes everything else
-(formats other than NVFP4, other devices). A graph of torch.compile has `operators` that compute the
-same when it runs.
+(formats other than NVFP4, other devices). A graph of torch.compile has `operators`, which
+compute the same when the graph runs.
 
 The choice is automatic: Triton's kernels on CUDA devices, C++ on CPUs where there is a compiler.
 The environment variable METIS_KERNELS and `use_kernels` override it.
