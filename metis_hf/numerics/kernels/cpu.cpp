@@ -7,8 +7,7 @@
 #include <stdint.h>
 
 #include <algorithm>
-#include <system_error>
-#include <thread>
+#include <atomic>
 #include <vector>
 
 // Elements of a vector register. Larger vectors than the machine's are lowered badly.
@@ -38,10 +37,8 @@ typedef float Floats __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
-typedef uint8_t Bytes __attribute__((vector_size(W)));
 typedef Floats LooseFloats __attribute__((aligned(4), may_alias));
 typedef Shorts LooseShorts __attribute__((aligned(2), may_alias));
-typedef Bytes LooseBytes __attribute__((aligned(1), may_alias));
 
 // 16 numbers.
 struct I {
@@ -145,7 +142,15 @@ INLINE F at_most(F a, float top) {  // NaN stays
   return pick(a > limit, limit, a);
 #endif
 }
-INLINE I larger(I a, I b) { return pick(a > b, a, b); }
+INLINE I larger(I a, I b) {
+#if defined(__AVX2__)
+  I r;
+  EACH asm("vpmaxsd %2, %1, %0" : "=v"(r.p[i]) : "v"(a.p[i]), "vm"(b.p[i]));
+  return r;
+#else
+  return pick(a > b, a, b);
+#endif
+}
 
 // Interleave two rows: their first halves, or their second ones.
 INLINE I interleave(I a, I b, bool second) {
@@ -183,6 +188,20 @@ INLINE float lane(F a, int n) { return a.p[n / W][n % W]; }
 enum { FP32, BF16, FP16 };
 static const float FLT_TOP = 3.4028234663852886e38f, MAGIC = 12582912.f;  // 1.5 * 2^23
 
+// As loops: compilers take conversions of vectors of bytes apart.
+template <typename T>
+INLINE void narrow(T *y, I v) {
+  const int32_t *numbers = (const int32_t *)&v;
+  for (int i = 0; i < 16; i++) y[i] = (T)numbers[i];
+}
+template <typename T>
+INLINE I widen(const T *x) {
+  I r;
+  int32_t *numbers = (int32_t *)&r;
+  for (int i = 0; i < 16; i++) numbers[i] = (int32_t)x[i];
+  return r;
+}
+
 INLINE F load(const void *x, int64_t at, int dtype) {
   F r;
   if (dtype == FP32) {
@@ -200,11 +219,6 @@ INLINE F load(const void *x, int64_t at, int dtype) {
   return number(pick(exponent > all(0), finite, small) | left(w & 0x8000, 16));
 }
 
-template <typename T>
-INLINE void narrow(T *y, I v) {  // as a loop: compilers take conversions of vectors apart
-  const int32_t *numbers = (const int32_t *)&v;
-  for (int i = 0; i < 16; i++) y[i] = (T)numbers[i];
-}
 
 INLINE void store(void *y, int64_t at, F v, int dtype) {
   if (dtype == FP32) {
@@ -225,14 +239,6 @@ INLINE void store(void *y, int64_t at, F v, int dtype) {
   narrow((uint16_t *)y + at, r);
 }
 
-INLINE I load_bytes(const uint8_t *x) {
-  I r;
-  EACH r.p[i] = __builtin_convertvector(*(const LooseBytes *)(x + i * W), Ints);
-  return r;
-}
-INLINE void store_bytes(uint8_t *y, I v) {
-  narrow(y, v);
-}
 
 // Bits that, added to a number's, multiply it by twice E2M1's spacing at a, in [0, 6]: by 1, 2 or 4.
 INLINE I spacing_of(F a) {
@@ -330,7 +336,7 @@ struct Task {
   Options o;
   Call c;
   I lanes;
-  float largest;
+  float encode, decode;  // of the tensor's outer scale, where rows have none
 
   int64_t tiles() const { return o.tile == ROWS ? (c.groups + 15) / 16 : c.groups * c.columns; }
   int64_t place(int64_t tile) const {  // of its first row, in rows of 16
@@ -418,16 +424,17 @@ INLINE F corrected(const F *m, Scales s, F noise, const Options &o) {
   return pick(noise * gap < value - below, below + gap, below);
 }
 
+INLINE F encode_of(F largest, const Options &o) {
+  return pick(largest == all(0.f), all(1.f), at_most(all(o.largest_value) / largest, FLT_TOP));
+}
+
 INLINE Scales scales_of(const Task &t, int64_t tile, const F *m, int count) {
   const Options &o = t.o;
-  F amax = block_amax(m, o.tile), encode = all(1.f), decode = encode, top = all(t.largest);
-  if (o.two_level) {
-    if (o.rows) {
-      float rows[16] = {};
-      for (int r = 0; r < count; r++) rows[r] = t.c.given[tile * 16 + r];
-      top = load(rows, 0, FP32);
-    }
-    encode = pick(top == all(0.f), all(1.f), at_most(all(o.largest_value) / top, FLT_TOP));
+  F amax = block_amax(m, o.tile), encode = all(t.encode), decode = all(t.decode);
+  if (o.two_level && o.rows) {
+    float rows[16] = {};
+    for (int r = 0; r < count; r++) rows[r] = t.c.given[tile * 16 + r];
+    encode = encode_of(load(rows, 0, FP32), o);
     decode = all(1.f) / encode;
   }
   F seen[16];
@@ -493,20 +500,20 @@ INLINE void write_codes(const Task &t, int64_t tile, const Tile &w, int count) {
   I bytes = e4m3_bytes(w.s.scale);
   if (t.o.tile == ROWS) {
     for (int r = 0; r + 1 < count; r += 2)
-      store_bytes(out + (tile * 16 + r) * 8, w.codes[r] | left(w.codes[r + 1], 4));
+      narrow(out + (tile * 16 + r) * 8, w.codes[r] | left(w.codes[r + 1], 4));
     uint8_t all_bytes[16];
-    store_bytes(all_bytes, bytes);
+    narrow(all_bytes, bytes);
     for (int r = 0; r < count; r++) t.c.scale[tile * 16 + r] = all_bytes[r];
     return;
   }
   int64_t group = tile / t.c.columns, column = tile % t.c.columns;
   for (int r = 0; r < 8; r++)
-    store_bytes(out + ((group * 8 + r) * t.c.columns + column) * 16,
+    narrow(out + ((group * 8 + r) * t.c.columns + column) * 16,
                 w.codes[r] | left(w.codes[r + 8], 4));
   if (t.o.tile == SQUARES)
     t.c.scale[tile] = (uint8_t)bytes.p[0][0];
   else
-    store_bytes(t.c.scale + tile * 16, bytes);
+    narrow(t.c.scale + tile * 16, bytes);
 }
 
 // Quantize tiles side by side: memory is read and written along the rows of several.
@@ -533,11 +540,11 @@ INLINE void unpack_tile(const Task &t, int64_t tile) {
   if (o.tile == ROWS) {
     uint8_t bytes[16] = {};
     for (int r = 0; r < count; r++) bytes[r] = t.c.scale[tile * 16 + r];
-    store(scale, 0, e4m3_values(load_bytes(bytes)), FP32);
+    store(scale, 0, e4m3_values(widen(bytes)), FP32);
   } else if (o.tile == SQUARES) {
     s = e4m3_values(all((int32_t)t.c.scale[tile]));
   } else {
-    s = e4m3_values(load_bytes(t.c.scale + tile * 16));
+    s = e4m3_values(widen(t.c.scale + tile * 16));
   }
   const uint8_t *x = (const uint8_t *)t.c.x;
   int64_t columns = t.c.columns, group = tile / columns, column = tile % columns;
@@ -545,7 +552,7 @@ INLINE void unpack_tile(const Task &t, int64_t tile) {
   for (int r = 0; r < count; r++) {
     bool row = o.tile == ROWS, upper = row ? r % 2 : r > 7;
     int64_t at = row ? (tile * 16 + r) / 2 : (group * 8 + r % 8) * columns + column;
-    I code = load_bytes(x + at * 16);
+    I code = widen(x + at * 16);
     code = upper ? right(code, 4) : code & 15;
     int64_t place = first + r * step;
     F v = e2m1_values(code) * (row ? all(scale[r]) : s);
@@ -555,20 +562,20 @@ INLINE void unpack_tile(const Task &t, int64_t tile) {
   }
 }
 
+// OpenMP's entry into a parallel region, of the library whose threads torch uses: threads beside
+// those wait for cores that they keep busy between torch's operations.
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+static Parallel parallel;
+
 template <typename Work>
-static void share(int64_t tiles, int threads, Work work, int64_t least = 256) {
-  int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, tiles / least));
-  std::vector<std::thread> others;
-  for (int64_t i = 1; i < parts; i++) {
-    auto part = [=] { work(i, tiles * i / parts, tiles * (i + 1) / parts); };
-    try {
-      others.emplace_back(part);
-    } catch (const std::system_error &) {  // no more threads
-      part();
-    }
-  }
-  work(0, 0, tiles / parts);
-  for (auto &other : others) other.join();
+static void share(int64_t tiles, int threads, Work work, int64_t least = 32) {
+  int64_t parts = parallel ? std::max<int64_t>(1, std::min<int64_t>(threads, tiles / least)) : 1;
+  std::atomic<int64_t> next{0};
+  auto take = [&] {
+    for (int64_t i; (i = next++) < parts;) work(i, tiles * i / parts, tiles * (i + 1) / parts);
+  };
+  if (parts == 1) return take();
+  parallel([](void *all) { (*(decltype(take) *)all)(); }, &take, (unsigned)parts, 0);
 }
 
 static I lane_hashes() {
@@ -578,7 +585,7 @@ static I lane_hashes() {
 }
 
 static Task task_of(const Options *options, const Call *call) {
-  return {*options, *call, lane_hashes(), 0};
+  return {*options, *call, lane_hashes(), 1, 1};
 }
 
 static float largest_of(const Task &t, int threads) {
@@ -590,7 +597,7 @@ static float largest_of(const Task &t, int threads) {
     for (int64_t row = from; row < to; row++)
       best[row % 4] = larger(best[row % 4], bits(absolute(read(t, row))));
     at[part] = largest_lane(larger(larger(best[0], best[1]), larger(best[2], best[3])));
-  }, 16 * 256);
+  }, 16 * 32);
   union {
     int32_t bits;
     float number;
@@ -602,10 +609,9 @@ template <bool PACK>
 static void quantize_all(const Options *options, const Call *call, int threads) {
   Task t = task_of(options, call);
   if (t.o.two_level && !t.o.rows) {
-    t.largest = t.c.given ? *t.c.given : largest_of(t, threads);
-    float encode = t.o.largest_value / t.largest;
-    encode = t.largest == 0 ? 1.f : encode > FLT_TOP ? FLT_TOP : encode;
-    *t.c.decode = 1.f / encode;
+    float largest = t.c.given ? *t.c.given : largest_of(t, threads);
+    t.encode = lane(encode_of(all(largest), t.o), 0);
+    *t.c.decode = t.decode = 1.f / t.encode;
   }
   share(t.tiles(), threads, [&t](int64_t, int64_t from, int64_t to) {
     int abreast = t.o.tile == ROWS ? 1 : ABREAST;
@@ -619,6 +625,7 @@ static void quantize_all(const Options *options, const Call *call, int threads) 
 }
 
 extern "C" {
+void use_openmp(Parallel entry) { parallel = entry; }
 void quantize(const Options *options, const Call *call, int threads) {
   quantize_all<false>(options, call, threads);
 }

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from metis_hf.numerics.kernels.request import CompilationError
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -29,7 +31,6 @@ _FLAGS = (
     "-fno-math-errno",
     "-shared",
     "-fPIC",
-    "-pthread",
 )
 _CPU_INFO = Path("/proc/cpuinfo")
 _lock = threading.Lock()
@@ -115,7 +116,15 @@ def _loaded(file: Path) -> ctypes.CDLL:
     word, size = ctypes.c_uint32, ctypes.c_int64
     library.draw.argtypes = [ctypes.c_void_p, size, size, word, word, ctypes.c_int]
     library.draw.restype = None
+    library.use_openmp.argtypes, library.use_openmp.restype = [ctypes.c_void_p], None
+    library.use_openmp(openmp())
     return library
+
+
+def openmp() -> ctypes.c_void_p | None:
+    """Return the function that runs another on torch's threads; None, for one: it has no OpenMP."""
+    function = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    return ctypes.cast(function, ctypes.c_void_p) if function else None
 
 
 def directory() -> Path:

@@ -71,6 +71,7 @@ def test_sizes_alignment_and_dtypes(case) -> None:
 
 @needs_compiler
 def test_several_threads() -> None:
+    assert cpu_library.openmp()
     x = torch.randn(1024, 200, generator=seeded(4))  # 800 tiles of 16 x 16 or more
     x[700, 100] = 1e5
     threads = torch.get_num_threads()
