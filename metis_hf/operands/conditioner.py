@@ -16,8 +16,9 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import Packed, pack, rotation, unpack
+from metis_hf.numerics.kernels import Packed, fused, pack, unpack
 from metis_hf.numerics.kernels.layout import Groups
+from metis_hf.numerics.kernels.request import or_reference
 
 
 class Part(NamedTuple):
@@ -326,9 +327,15 @@ class AroundQuantizer(Conditioner):
             return x.to(dtype)
         own = self.for_matrix(x, key)
         groups = own.groups(x.shape[dim])
+        kernels = None
         if groups is not None and type(quantizer) is Quantizer:
-            x_hat = rotation.fake_quantize(x, quantizer, groups, dim=dim, key=key, dtype=dtype)
-            if x_hat is not None:
+            kernels = fused.taking_groups(x, quantizer, dim=dim, dtype=dtype)
+        if kernels is not None:
+            given: dict[str, Any] = {"dim": dim, "key": key, "dtype": dtype, "groups": groups}
+            with or_reference:
+                x_hat: Tensor = kernels.fake_quantize(x.detach(), quantizer, scaled=True, **given)[
+                    0
+                ]
                 return x_hat
         quantized = quantizer(own.forward(as_fp32(x), dim=dim), dim=dim, key=key)
         return own.inverse(quantized, dim=dim).to(dtype)
@@ -344,10 +351,10 @@ class AroundQuantizer(Conditioner):
     ) -> Encoded:
         own = self.for_matrix(x, key)
         groups = own.groups(x.shape[dim])
-        if groups is not None:
-            packed = rotation.pack(x, quantizer, groups, dim=dim, key=key)
-            if packed is not None:
-                return Encoded(packed)
+        kernels = None if groups is None else fused.taking_groups(x, quantizer, dim=dim)
+        if kernels is not None:
+            with or_reference:
+                return Encoded(kernels.pack(x.detach(), quantizer, dim=dim, key=key, groups=groups))
         transformed = own.forward(as_fp32(x), dim=dim)
         known = tuple(self.transformed_shape((x.shape[0], x.shape[1]), dim=dim))
         if transformed.shape != known:  # which `decode` reads
@@ -368,10 +375,16 @@ class AroundQuantizer(Conditioner):
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         packed, shape = Packed(*encoded.tensors), self.transformed_shape(shape, dim=dim)
+        options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype}
         groups = self.groups(shape[dim])
-        if groups is not None:
-            x_hat = rotation.unpack(packed, quantizer, groups, dim=dim, shape=shape, dtype=dtype)
-            if x_hat is not None:
+        kernels = (
+            None if groups is None else fused.taking_groups(packed.codes, quantizer, **options)
+        )
+        if kernels is not None:
+            with or_reference:
+                x_hat: Tensor = kernels.unpack(
+                    packed, quantizer, scaled=True, groups=groups, **options
+                )
                 return x_hat
         quantized = unpack(packed, quantizer, dim=dim, shape=shape)
         return self.inverse(quantized, dim=dim).to(dtype)

@@ -68,7 +68,7 @@ class Packed(NamedTuple):
 
 
 class Low(NamedTuple):
-    """A matrix (left * lengths) @ right of low rank, which kernels take off or add; see `low_rank`.
+    """A matrix (left * lengths) @ right of low rank, which kernels take off or add; see `fused`.
 
     Attributes:
         left, right: [t k] and [k c], packed along one dimension.
@@ -81,7 +81,7 @@ class Low(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """The rotation of a matrix in groups along one of its dimensions; see `rotation`.
+    """The rotation of a matrix in groups along one of its dimensions; see `fused`.
 
     Attributes:
         size: of a group; a power of two from 16 to 128 that divides the length of the dimension,

@@ -90,13 +90,14 @@ def fake_quantize(
     groups: Groups | None = None,
     low: Low | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`, with groups `rotation.fake_quantize`; `quantizer` is NVFP4.
+    """See `kernels.fake_quantize`, and `fused`; `quantizer` is NVFP4.
 
     Args:
         x: not empty, with `layout.has_form`; strides are free.
         quantizer, dim, key, dtype, scaled, amax: as there.
         minus, plus: fp32; one tensor for both is read once.
-        low: minus and plus, of low rank; see `low_rank`.
+        low: minus and plus, of low rank.
+        groups: the rotation.
     """
     same = low is not None or (minus is not None and minus is plus)
     # One variant fewer where it makes no difference.
@@ -154,7 +155,7 @@ def pack(
     amax: Tensor | None = None,
     groups: Groups | None = None,
 ) -> Packed:
-    """See `kernels.pack`, with groups `rotation.pack`. Codes of NaN are arbitrary."""
+    """See `kernels.pack`, and `fused`. Codes of NaN are arbitrary."""
     options: dict[str, Any] = {"minus": minus, "amax": amax, "groups": groups}
     return _pack(x, quantizer, None, True, dim=dim, key=key, **options)[0]
 
@@ -170,7 +171,7 @@ def pack_with_values(
     amax: Tensor | None = None,
     low: Low | None = None,
 ) -> tuple[Packed, Tensor | None]:
-    """See `kernels.pack_with_values`, with `low` `low_rank.pack`."""
+    """See `kernels.pack_with_values`, and `fused`."""
     packed, values = _pack(x, quantizer, dtype, scaled, dim=dim, key=key, amax=amax, low=low)
     if values is None or values.shape == x.shape:
         return packed, values
@@ -232,7 +233,7 @@ def unpack(
     groups: Groups | None = None,
     low: Low | None = None,
 ) -> Tensor:
-    """See `kernels.unpack`, with groups `rotation.unpack`, with `low` `low_rank.unpack`."""
+    """See `kernels.unpack`, and `fused`."""
     tile, codes = quantizer.tile, packed.codes
     padded = torch.Size(shape)
     if groups is None:

@@ -1,4 +1,4 @@
-"""Rotation of groups in registers, for the Triton kernels; `rotation` says what it computes.
+"""Rotation of groups in registers, for the Triton kernels; `fused` says what it computes.
 
 This module imports triton, so it is imported where it is used only.
 """

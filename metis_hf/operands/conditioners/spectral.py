@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import Packed, low_rank, pack, pack_with_values, unpack
+from metis_hf.numerics.kernels import Packed, fused, pack, pack_with_values, unpack
 from metis_hf.numerics.kernels.layout import Low
 from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.operands.conditioner import (
@@ -230,7 +230,7 @@ class Spectral(Conditioner):
         """Return the kernels that multiply the packed factors out themselves, if any do."""
         if not self.compensated or type(quantizer) is not Quantizer:
             return None
-        return low_rank.backend(lam, quantizer, dim=dim, shape=shape)
+        return fused.taking_low(lam, quantizer, dim=dim, shape=shape)
 
     def split(
         self, x: Tensor, *, key: Key, row_mask: Tensor | None = None

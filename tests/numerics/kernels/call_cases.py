@@ -11,11 +11,12 @@ import torch
 from metis_hf import MetisConfig, noise
 from metis_hf.layers.make import convert_linear
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import pack_with_values, rotation, unpack, use_kernels
+from metis_hf.numerics.kernels import pack_with_values, unpack, use_kernels
 from metis_hf.numerics.kernels.layout import Groups
 from metis_hf.numerics.kernels.scratch import Measured
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
+from numerics.kernels.kernel_tools import rotated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -69,18 +70,16 @@ class CallCases:
             quantizer, groups = Quantizer(), Groups(16, noise.Key(3))
             options = {"dim": 0, "key": None, "dtype": torch.float32}
             with use_kernels("triton"):
-                wanted = rotation.fake_quantize(x, quantizer, groups, **options)
-            assert wanted is not None
+                wanted = rotated(x, quantizer, groups, **options)
             measured = Measured(x), Measured(x, groups, 0), Measured(other)
             key.scratch.expect(*measured)
             with use_kernels("triton"):
                 first = None if rotated_first else quantizer(x, key=key)
                 assert key.scratch.expected() == ([] if first is not None else list(measured))
-                found = rotation.fake_quantize(x, quantizer, groups, **{**options, "key": key})
+                found = rotated(x, quantizer, groups, **{**options, "key": key})
                 assert key.scratch.expected() == []
                 first = quantizer(x, key=key) if first is None else first
                 second = quantizer(other, key=key)
-            assert found is not None
             assert_same_bits(found.cpu(), wanted.cpu())
             with use_kernels("reference"):
                 assert_same_bits(first.cpu(), quantizer(x.cpu()))

@@ -7,15 +7,18 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from metis_hf import noise
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import (
     Packed,
     cpu_library,
     fake_quantize,
+    fused,
     pack,
     unpack,
     use_kernels,
 )
+from metis_hf.numerics.kernels.layout import Groups
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 
@@ -191,6 +194,22 @@ def check(
                     other[0], quantizer, dim=dim, shape=tuple(x.shape), dtype=dtype, plus=plus
                 )
             assert_same_bits(crossed, wanted[1])
+
+
+def rotated(
+    x: Tensor,
+    quantizer: Quantizer,
+    groups: Groups,
+    *,
+    dim: int,
+    key: noise.Key | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Values of a matrix that a kernel rotates, quantizes and rotates back."""
+    kernels = fused.taking_groups(x, quantizer, dim=dim, dtype=dtype)
+    assert kernels is not None
+    options = {"dim": dim, "key": key, "dtype": dtype, "scaled": True, "groups": groups}
+    return kernels.fake_quantize(x, quantizer, **options)[0]
 
 
 def low_rank(shape: tuple[int, ...]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import low_rank, pack, unpack, use_kernels
+from metis_hf.numerics.kernels import fused, pack, unpack, use_kernels
 from metis_hf.numerics.kernels.layout import Low
 from metis_hf.numerics.kernels.scratch import WORDS, Scratch
 from metis_hf.operands.conditioners.spectral import Spectral
@@ -59,7 +59,7 @@ class LowRankCases:
         low, dense = self.factors(x, 12, SEARCH, -1)
         given = {"dim": -1, "key": None, "dtype": dtype, "scaled": True, "low": low}
         with use_kernels("triton"):
-            kernels = low_rank.backend(low.lengths, SEARCH, dim=-1, shape=tuple(x.shape))
+            kernels = fused.taking_low(low.lengths, SEARCH, dim=-1, shape=tuple(x.shape))
             return kernels.fake_quantize(x, SEARCH, **given)[0].cpu(), dense
 
     @pytest.mark.parametrize("quantizer", [SEARCH, GRADIENT, Quantizer(two_level=False)])
@@ -73,7 +73,7 @@ class LowRankCases:
         given = {"dtype": torch.float32, "scaled": True, "low": low}
         shape = (rows, columns)
         with use_kernels("triton"):
-            kernels = low_rank.backend(low.lengths, quantizer, dim=dim, shape=shape)
+            kernels = fused.taking_low(low.lengths, quantizer, dim=dim, shape=shape)
             assert kernels is not None
             found, _ = kernels.fake_quantize(*there, **options, **given)
             packed, values = kernels.pack_with_values(*there, **options, **given)
@@ -155,12 +155,12 @@ class LowRankCases:
         square, token = Quantizer(tile="square"), Quantizer(outer_scale="token")
         with use_kernels("triton"):
             for shape, dim in (((64, 48), -1), ((64, 40), 0), ((0, 64), -1)):
-                assert not low_rank.backend(lengths, SEARCH, dim=dim, shape=shape)
+                assert not fused.taking_low(lengths, SEARCH, dim=dim, shape=shape)
             for other in (lengths[:0], lengths.repeat(9), lengths.double()):
-                assert not low_rank.backend(other, SEARCH, dim=-1, shape=(64, 64))
-            assert not low_rank.backend(lengths[:12], SEARCH, dim=0, shape=(64, 64))
+                assert not fused.taking_low(other, SEARCH, dim=-1, shape=(64, 64))
+            assert not fused.taking_low(lengths[:12], SEARCH, dim=0, shape=(64, 64))
             for quantizer in (Quantizer("mxfp4"), square, token):
-                assert not low_rank.backend(lengths, quantizer, dim=-1, shape=(64, 64))
+                assert not fused.taking_low(lengths, quantizer, dim=-1, shape=(64, 64))
 
 
 def packed_on_cpu(packed):

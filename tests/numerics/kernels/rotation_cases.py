@@ -14,13 +14,14 @@ from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics import Quantizer, Tile
-from metis_hf.numerics.kernels import rotation, unpack, use_kernels
+from metis_hf.numerics.kernels import fused, unpack, use_kernels
 from metis_hf.numerics.kernels.layout import Groups
 from metis_hf.numerics.scaling import OuterScale
 from metis_hf.operands import Hadamard, RandomHadamard
 from metis_hf.transforms.hadamard import group_size
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
+from numerics.kernels.kernel_tools import rotated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
@@ -107,13 +108,12 @@ class RotationCases:
         moved = Groups(groups.size, on(self.device, groups.signs))
         x, key = x.to(self.device), on(self.device, NOISE)
         with use_kernels("triton"):
-            values = rotation.fake_quantize(x, quantizer, moved, key=key, **options)
-            assert values is not None
-            packed = rotation.pack(x, quantizer, moved, dim=dim, key=key)
-            assert packed is not None
-            shape = (values.shape[0], values.shape[1])
-            again = rotation.unpack(packed, quantizer, moved, shape=shape, **options)
-            assert again is not None
+            values = rotated(x, quantizer, moved, key=key, **options)
+            kernels = fused.taking_groups(x, quantizer, dim=dim)
+            packed = kernels.pack(x, quantizer, dim=dim, key=key, groups=moved)
+            options["shape"] = (values.shape[0], values.shape[1])
+            kernels = fused.taking_groups(packed.codes, quantizer, **options)
+            again = kernels.unpack(packed, quantizer, scaled=True, groups=moved, **options)
             assert_same_bits(again.cpu(), values.cpu())
         return values.cpu()
 
@@ -135,14 +135,14 @@ class RotationCases:
         for shape in [(128, 32), (40, 70), (5, 16)]:
             groups, x = groups_for(shape[dim], noise.Key(3)), matrix(shape)
             with use_kernels("triton"):
-                options = {"dim": dim, "key": on(self.device, NOISE)}
-                packed = rotation.pack(x.to(self.device), STOCHASTIC, groups, **options)
-            assert packed is not None
-            rotated = turned(x, groups, dim)
+                kernels = fused.taking_groups(x.to(self.device), STOCHASTIC, dim=dim)
+                options = {"dim": dim, "key": on(self.device, NOISE), "groups": groups}
+                packed = kernels.pack(x.to(self.device), STOCHASTIC, **options)
+            there = turned(x, groups, dim)
             with use_kernels("reference"):
-                wanted = STOCHASTIC(rotated, dim=dim, key=NOISE)
+                wanted = STOCHASTIC(there, dim=dim, key=NOISE)
                 codes = type(packed)(*(part.cpu() for part in packed))
-                found = unpack(codes, STOCHASTIC, dim=dim, shape=rotated.shape)
+                found = unpack(codes, STOCHASTIC, dim=dim, shape=there.shape)
             assert_same_bits(found, wanted)
 
     @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -157,10 +157,8 @@ class RotationCases:
         bound = stages * 2.0**-24 * x.double().abs().sum(-1, keepdim=True) / size**0.5
         assert ((turned(x, groups, -1) - exact).abs() <= bound).all()
         fine = Quantizer(scale_rule="search")
-        options = {"dim": -1, "key": None, "dtype": torch.float32}
         with use_kernels("triton"):
-            found = rotation.fake_quantize(x.to(self.device), fine, groups, **options)
-        assert found is not None
+            found = rotated(x.to(self.device), fine, groups, dim=-1, key=None)
         assert (found.cpu() - x).norm() < 0.1 * x.norm()
 
     @pytest.mark.parametrize("dim", [0, -1])
@@ -190,8 +188,7 @@ class RotationCases:
             assert_same_bits(found, by_hand(view, STOCHASTIC, groups, dim))
 
     def test_what_no_kernel_does(self) -> None:
-        x, groups = matrix((32, 40)).to(self.device), Groups(32, None)
-        options = {"dim": 0, "key": NOISE, "dtype": torch.float32}
+        x = matrix((32, 40)).to(self.device)
         square = replace(STOCHASTIC, tile=Tile.SQUARE)
         with use_kernels("triton"):
             for tensor, quantizer in [
@@ -201,9 +198,11 @@ class RotationCases:
                 (x, QUANTIZERS["eden"]),
                 (x[None], STOCHASTIC),
             ]:
-                assert rotation.fake_quantize(tensor, quantizer, groups, **options) is None
+                assert fused.taking_groups(tensor, quantizer, dim=0) is None
+            assert fused.taking_groups(x, STOCHASTIC, dim=0, dtype=torch.float64) is None
+            assert fused.taking_groups(x, STOCHASTIC, dim=0)
         with use_kernels("reference"):
-            assert rotation.fake_quantize(x, STOCHASTIC, groups, **options) is None
+            assert fused.taking_groups(x, STOCHASTIC, dim=0) is None
 
     @pytest.mark.parametrize("dim", [0, -1])
     @pytest.mark.parametrize(
