@@ -98,11 +98,11 @@ DEVICES = {
     "cpu": Device(
         name="CPU of two cores",
         memory=None,
-        rates={96: 51e9, 512: 213e9, 768: 184e9},
+        rates={96: 51e9, 512: 175e9, 768: 140e9},
         added={
-            "nvfp4": Added(python=0.0, floor=1.5, per_million=1.4),
-            "nvidia": Added(python=0.0, floor=1.7, per_million=2.2),
-            "metis": Added(python=0.0, floor=7.0, per_million=5.5),
+            "nvfp4": Added(python=0.0, floor=1.3, per_million=2.0),
+            "nvidia": Added(python=0.0, floor=1.7, per_million=3.0),
+            "metis": Added(python=0.0, floor=5.1, per_million=6.7),
         },
         source="scaled from steps measured on two cores with AVX-512 "
         "(benchmarks/results/step.json), GEMMs in FP32",

@@ -333,10 +333,10 @@ class AroundQuantizer(Conditioner):
         if kernels is not None:
             given: dict[str, Any] = {"dim": dim, "key": key, "dtype": dtype, "groups": groups}
             with or_reference:
-                x_hat: Tensor = kernels.fake_quantize(x.detach(), quantizer, scaled=True, **given)[
-                    0
-                ]
-                return x_hat
+                found: tuple[Tensor, Any] = kernels.fake_quantize(
+                    x.detach(), quantizer, scaled=True, **given
+                )
+                return found[0]
         quantized = quantizer(own.forward(as_fp32(x), dim=dim), dim=dim, key=key)
         return own.inverse(quantized, dim=dim).to(dtype)
 
