@@ -98,7 +98,7 @@ DEVICES = {
     "cpu": Device(
         name="CPU of two cores",
         memory=None,
-        rates={96: 51e9, 512: 175e9, 768: 140e9},
+        rates={96: 51e9, 512: 162e9, 768: 128e9},
         added={
             "nvfp4": Added(python=0.0, floor=1.3, per_million=2.0),
             "nvidia": Added(python=0.0, floor=1.7, per_million=3.0),
