@@ -194,8 +194,7 @@ INLINE void narrow(T *y, I v) {
   const int32_t *numbers = (const int32_t *)&v;
   for (int i = 0; i < 16; i++) y[i] = (T)numbers[i];
 }
-template <typename T>
-INLINE I widen(const T *x) {
+INLINE I widen(const uint8_t *x) {
   I r;
   int32_t *numbers = (int32_t *)&r;
   for (int i = 0; i < 16; i++) numbers[i] = (int32_t)x[i];
