@@ -11,7 +11,6 @@ from paths import ROOT
 FORBIDDEN = ("Return what", "Return how", "of what", "that of", "those of", "anew", "so do")
 PHRASE = re.compile(rf"\b({'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
 LINE_BREAK = re.compile(r"\s*\n\s*(?:#:?|>)?\s*")
-# Still to be rewritten.
 FILES = [
     path
     for folder, pattern in (
