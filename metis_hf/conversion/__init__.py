@@ -1,1 +1,1 @@
-"""Turning a transformers model into a quantized one and back, and saying what was converted."""
+"""Convert a transformers model to a quantized one and back, and report what was converted."""

@@ -1,10 +1,10 @@
-"""Attention modules of a model whose two products are quantized: which they are, and the hook.
+"""Quantized attention products: selects the attention modules and hooks into transformers.
 
-transformers calls attention through an interface: a registry of functions, and a name in the config
-of each attention module. A converted module gets a config of its own that names the function here,
-and beside it the `AttentionProducts` that it computes by. The model's config keeps its
-implementation, for which masks are made: modules that stay in high precision, and converted ones
-while nothing in them is quantized, compute as before, bit for bit.
+transformers dispatches attention through a registry of functions, by a name in the config of each
+attention module. A converted module gets its own config, which names `attention_forward`, and an
+`AttentionProducts` submodule, which computes the two products. The model's config keeps its
+implementation, which decides the form of the masks. Modules that stay in high precision, and
+converted modules while their scheme quantizes nothing, compute as before, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ IMPLEMENTATION = "metis"
 _ATTRIBUTE = "metis_attention"
 _INTERFACE = re.compile(r"\bget_interface\(\s*self\.config\._attn_implementation,\s*(\w+)")
 _ATTENTION_CLASS = re.compile(r"Attention|Attn")
-_MASKED = ("eager", "sdpa")  # implementations for which masks are matrices
-# Arguments of the interface that choose keys or add terms, and are not known here.
+_MASKED = ("eager", "sdpa")  # implementations whose masks are matrices
+# Arguments of the interface that select keys or add terms; not supported here.
 _FOREIGN = ("indices", "block_indices", "sinks", "cache")
 
 
 def attention_products(model: nn.Module) -> Iterator[tuple[str, AttentionProducts]]:
-    """Return (name of the attention module, its products) of converted attention modules."""
+    """Yield (module name, `AttentionProducts`) for every converted attention module."""
     for name, module in model.named_modules():
         products = module._modules.get(_ATTRIBUTE)
         if isinstance(products, AttentionProducts):
@@ -45,20 +45,21 @@ def attention_products(model: nn.Module) -> Iterator[tuple[str, AttentionProduct
 def select_attention(
     model: nn.Module, config: MetisConfig, converted: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the attention modules to convert: those around at least one converted layer.
+    """Return the names of the attention modules to convert.
 
-    So what keeps a block or a module out of the conversion keeps its attention out too.
+    These contain at least one converted layer, so an option that keeps a block or module out of the
+    conversion keeps its attention out too.
 
     Args:
-        model: before its conversion, or after it.
-        config: None in `attention` selects nothing.
-        converted: names of linear layers and experts that are converted.
+        model: before or after its conversion.
+        config: with `attention=None`, nothing is selected.
+        converted: names of the converted linear layers and experts.
 
     Raises:
-        ValueError: no such scheme, or one that makes no sense here; no attention module; one that
-            does not go through transformers' interface, or goes to an implementation without
-            masks.
-        NotImplementedError: the model is about to be cut by tensor parallelism.
+        ValueError: the scheme is unknown or does not apply to attention; no attention module
+            contains a converted layer; a module does not call transformers' interface, or its
+            implementation does not use matrix masks.
+        NotImplementedError: the model is loaded with tensor parallelism.
     """
     if config.attention is None:
         return ()
@@ -110,7 +111,7 @@ def select_attention(
 
 
 def install_attention(model: nn.Module, config: MetisConfig, names: Collection[str]) -> None:
-    """Let the attention modules of these names compute their products by a config, in place."""
+    """Make the named attention modules compute their products as `config` says, in place."""
     for name in names:
         module: Any = model.get_submodule(name)
         products = AttentionProducts(config, name, module.config)
@@ -120,12 +121,12 @@ def install_attention(model: nn.Module, config: MetisConfig, names: Collection[s
 
 
 def set_attention(model: nn.Module, config: MetisConfig, names: Collection[str]) -> None:
-    """Give the attention modules of these names another config, in place; None of a scheme ends it.
+    """Change the config of the named attention modules in place; `attention=None` reverts them.
 
     Args:
         model: converted, with or without attention.
         config: checked by `select_attention`.
-        names: what that selected; modules that are converted keep their noise.
+        names: returned by `select_attention`.
     """
     before = dict(attention_products(model))
     if config.attention is None:
@@ -137,7 +138,7 @@ def set_attention(model: nn.Module, config: MetisConfig, names: Collection[str])
 
 
 def remove_attention(model: nn.Module) -> None:
-    """Give every converted attention module its former implementation back, in place."""
+    """Restore the original attention implementation of every converted module, in place."""
     for name, products in list(attention_products(model)):
         module: Any = model.get_submodule(name)
         module.config = products.plain_config
@@ -145,7 +146,7 @@ def remove_attention(model: nn.Module) -> None:
 
 
 def _plain_config(name: str, module: nn.Module) -> Any:
-    """Return the config that names the implementation of a module's attention as it is not ours."""
+    """Return the config that names the module's original attention implementation."""
     products = module._modules.get(_ATTRIBUTE)
     if isinstance(products, AttentionProducts):
         return products.plain_config
@@ -159,7 +160,7 @@ def _plain_config(name: str, module: nn.Module) -> Any:
 
 @functools.cache
 def _eager_name(forward: Callable[..., Any]) -> str | None:
-    """Return the eager function that a module names when it calls the interface; None: no call."""
+    """Return the name of the eager function passed to `get_interface`; None: it is not called."""
     try:
         source = inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):
@@ -169,7 +170,7 @@ def _eager_name(forward: Callable[..., Any]) -> str | None:
 
 
 def _plain_function(name: str, module: nn.Module, config: Any) -> Callable[..., Any]:
-    """Return the attention function that a config names for a module: eager, or one registered."""
+    """Return the attention function that `config` names: the eager one or a registered one."""
     _check_implementation(name, config)
     forward: Any = inspect.unwrap(type(module).forward)
     eager = forward.__globals__.get(_eager_name(type(module).forward))
@@ -177,7 +178,7 @@ def _plain_function(name: str, module: nn.Module, config: Any) -> Callable[..., 
 
 
 def _check_implementation(name: str, config: Any) -> None:
-    """Refuse an implementation for which masks are no matrices."""
+    """Refuse an attention implementation whose masks are not matrices."""
     implementation = config._attn_implementation
     if implementation not in _MASKED:
         raise ValueError(
@@ -197,22 +198,22 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of a converted module, in the signature of transformers' interface.
+    """Compute the attention of a converted module, with transformers' interface signature.
 
     Args:
         module: the attention module.
         query: [b h q d]
         key: [b h' k d]
         value: [b h' k e]
-        attention_mask: [b 1 q k], True or 0 where there is attention; None: as the module's
-            implementation has it.
-        dropout: of probabilities; refused above 0 in training.
-        scaling: of scores; None: 1 / sqrt(d).
-        **kwargs: what else models hand over: "softcap", "s_aux" (sinks), "position_bias",
-            "is_causal". Others that "sdpa" ignores are ignored here too.
+        attention_mask: [b 1 q k], True or 0 where queries attend; None: full attention under
+            "eager", causal attention under "sdpa" unless `is_causal` is False.
+        dropout: rate on the probabilities; refused above 0 in training.
+        scaling: factor on the scores; None: 1 / sqrt(d).
+        **kwargs: "softcap", "s_aux" (sinks), "position_bias" and "is_causal" are used; key
+            selections and caches are refused; others are ignored, as "sdpa" ignores them.
 
     Returns:
-        (output [b q h e]; probabilities [b h q k], None under "sdpa").
+        (output [b q h e], probabilities [b h q k] or None under "sdpa").
     """
     products = module._modules.get(_ATTRIBUTE)
     if products is None:
@@ -250,7 +251,7 @@ def attention_forward(
 
 
 def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of which "eager" and "sdpa" find nothing in the mask either."""
+    """Refuse arguments that change attention in ways the mask does not contain."""
     foreign = [each for each in _FOREIGN if kwargs.get(each) is not None]
     if foreign:
         raise NotImplementedError(
@@ -260,7 +261,7 @@ def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def _check_call(name: str, module: nn.Module, mask: Tensor | None, dropout: float) -> None:
-    """Refuse a call that asks for something that is not computed here."""
+    """Refuse dropout in training, and masks that are not 4-D."""
     if dropout > 0 and module.training:
         raise NotImplementedError(
             f"{name}: dropout={dropout} of attention probabilities, which would be dropped after "
@@ -282,25 +283,25 @@ def _mask(
     mask: Tensor | None,
     is_causal: bool | None,
 ) -> tuple[Tensor | None, Tensor | None, int]:
-    """Return (where scores are blocked, what is added to them, how many keys count)."""
+    """Return (mask of blocked scores, bias added to the scores, number of keys to attend to)."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is not None:
         if mask.dtype is torch.bool:
             return ~mask, None, keys
         blocked = mask <= torch.finfo(mask.dtype).min / 2
         return blocked, mask.masked_fill(blocked, 0.0), keys
-    # "eager" without a mask attends to everything, "sdpa" as its function says.
+    # Without a mask "eager" attends to everything; "sdpa" follows is_causal.
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if config._attn_implementation == "eager" or queries == 1 or not is_causal:
         return None, None, keys
-    keys = min(queries, keys)  # the rest of a static cache is empty yet
+    keys = min(queries, keys)  # the rest of a static cache is still empty
     ones = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
     return ones.triu(1), None, keys
 
 
 def _whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the boolean mask of "sdpa", never left to the function that it is for."""
+    """Return the full boolean mask of "sdpa": never skipped for the function's `is_causal`."""
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(*args, **kwargs)
 
@@ -308,5 +309,5 @@ def _whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 if IMPLEMENTATION not in ALL_ATTENTION_FUNCTIONS:
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)
 if IMPLEMENTATION not in ALL_MASK_ATTENTION_FUNCTIONS:
-    # For modules that make their own mask by their own config.
+    # For modules that build their own mask from their own config.
     ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _whole_mask)

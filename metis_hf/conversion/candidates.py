@@ -1,7 +1,7 @@
-"""Parts of a model that could be converted, those that only look so, and the names of both.
+"""Finds the parts of a model that can be converted, and the reasons why other matrices cannot.
 
-A linear layer is a matter of `linears`. Fused experts count as modules named after their
-parameters: "model.layers.0.mlp.experts.down_proj".
+`linears` decides what a plain linear layer is. Each fused expert weight counts as a module named
+after its parameter: "model.layers.0.mlp.experts.down_proj".
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import as_linear, linear_shape
 from metis_hf.schemes import build_scheme
 
-# Names of 2-D parameters that multiply rows; others are tables, such as position embeddings.
+# Names of 2-D parameters used in a matmul; others are tables, such as position embeddings.
 _WEIGHT = re.compile(r"(^|_)(weight|kernel|proj|matrix|w)(_|$)", re.IGNORECASE)
 
-# From the names of a model's modules to the names by which a config means them.
+# Maps a module's name in the model to the name that the config uses for it.
 Naming = Callable[[str], str]
 AS_THEY_ARE: Naming = str
 
@@ -40,7 +40,7 @@ class Candidate:
 
     Attributes:
         fused: whether it is a fused expert weight.
-        called: the names by which a config means it, the name of its first place first.
+        called: the names that the config may use for it, its first registered name first.
     """
 
     fused: bool
@@ -48,7 +48,7 @@ class Candidate:
 
 
 def places(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return the names of every module; several where it is registered in several places."""
+    """Return all names of every module; a module registered in several places has several."""
     found: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found.setdefault(module, []).append(name)
@@ -58,7 +58,7 @@ def places(model: nn.Module) -> dict[nn.Module, list[str]]:
 def find_candidates(
     model: nn.Module, config: MetisConfig, naming: Naming = AS_THEY_ARE
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Return (candidates by name, reasons by name why the others are none)."""
+    """Return (candidates by name, reason by name why each other matrix cannot be converted)."""
     candidates: dict[str, Candidate] = {}
     others: dict[str, str] = {}
     for module, names in places(model).items():
@@ -74,7 +74,7 @@ def find_candidates(
 
 
 def config_for(called: tuple[str, ...], config: MetisConfig) -> MetisConfig:
-    """Return the config of a layer that has these names, with the patterns for any applied."""
+    """Return the config of a layer with these names; a pattern may match any of them."""
     configs = map(config.for_layer, called)
     return next((each for each in configs if each is not config), config)
 
@@ -84,7 +84,7 @@ def _join(name: str, key: str) -> str:
 
 
 def _parts(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, str | None]]:
-    """Return (parameter of a module, or "" for the module; why it cannot be converted)."""
+    """Yield (parameter name, or "" for the module itself; why it cannot be converted, or None)."""
     if is_linear(module):
         path, _, child = name.rpartition(".")
         reason = why_not_plain(module) or why_only_read(model.get_submodule(path), child)
@@ -104,35 +104,35 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str
 def unknown_matrices(
     model: nn.Module, name: str, module: nn.Module
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) of matrices in a form that nobody declares.
+    """Yield (name, parameter) of a module's matrices whose layout is not declared anywhere.
 
-    Experts have them, and modules that are no linear layers: an output head of one's
-    own, routers, the projections of nn.MultiheadAttention and nn.LSTM.
+    Examples: unknown expert classes, custom output heads, routers, the projections of
+    nn.MultiheadAttention and nn.LSTM.
 
     Args:
-        model: the whole.
-        name: of a module in it that is no linear layer and none of fused experts.
-        module: of that name.
+        model: the whole model.
+        name: of the module.
+        module: neither a linear layer nor fused experts.
     """
-    owner = model.get_submodule(name.partition(".parametrizations.")[0])  # under a weight norm, say
+    owner = model.get_submodule(name.partition(".parametrizations.")[0])  # e.g. under a weight norm
     if isinstance(owner, nn.modules.conv._ConvNd):
         return
     for key, param in module.named_parameters(recurse=False):
         # Position embeddings are often [1 n d].
         if min(param.shape, default=0) > 1 and not key.endswith("bias"):
-            # One matrix for each expert; DBRX has all of them below one another.
+            # 3-D: one matrix per expert. DBRX stacks the experts along the rows of a 2-D matrix.
             is_matrix = is_of_experts(module) or _is_weight(model, module, key)
             if param.dim() == 3 or (param.dim() == 2 and is_matrix):
                 yield key, param
 
 
 def is_of_experts(module: nn.Module) -> bool:
-    """Return whether a module says by its class that it holds experts."""
+    """Return whether the class name says that the module holds experts."""
     return "Expert" in type(module).__name__
 
 
 def _is_weight(model: nn.Module, module: nn.Module, key: str) -> bool:
-    """Return whether a 2-D parameter multiplies rows: by its name, or as an output head's."""
+    """Return whether a 2-D parameter is used in a matmul: by its name, or as an output head."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag | MetisLayer) or "Embed" in (
         type(module).__name__
     ):
@@ -144,7 +144,7 @@ def _is_weight(model: nn.Module, module: nn.Module, key: str) -> bool:
 def _why_not_split(
     model: nn.Module, name: str, module: nn.Module, called: tuple[str, ...], config: MetisConfig
 ) -> str | None:
-    """Return why the factors that a config stores cannot take the place of a weight; None: can."""
+    """Return why factors cannot replace the weight, where the config stores factors; else None."""
     path, _, child = name.rpartition(".")
     if not is_linear(module) or (reason := why_not_split(model.get_submodule(path), child)) is None:
         return None

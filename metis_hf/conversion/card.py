@@ -1,6 +1,6 @@
-"""The part of a model card that says how a converted model computes, loads and is served.
+"""Model card sections on how a converted model computes, loads and is served.
 
-For the cards of checkpoints and exports (`deploy.model_card`), and of Trainer.
+Used in the cards of checkpoints and exports (`deploy.model_card`), and in Trainer's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS
 from metis_hf.schemes.roles import Role
 from metis_hf.schemes.states import StaticScales
 
-_FEW_BITS = 4  # the tag fp4-training stands for
-# What transformers' Trainer writes where a model has no name.
+_FEW_BITS = 4  # most bits of a format with the tag fp4-training
+# transformers' Trainer writes this where a model has no name.
 _NAMELESS = "is a fine-tuned version of [](https://huggingface.co/) on"
 WHAT = "A checkpoint of a model whose converted linear layers compute in {precision}."
 NEEDS = "`pip install metis-hf`; without the import, transformers {without}."
@@ -47,7 +47,7 @@ quantizes {inputs}."""
 
 
 def converted(model: nn.Module) -> tuple[MetisConfig, ConversionReport] | None:
-    """Return the config and the report of a converted model, adapters on it or not; else None."""
+    """Return (config, report) of a converted model, with or without adapters; else None."""
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     report = getattr(model, "metis_report", None)
     if isinstance(config, MetisConfig) and isinstance(report, ConversionReport):
@@ -56,12 +56,12 @@ def converted(model: nn.Module) -> tuple[MetisConfig, ConversionReport] | None:
 
 
 def add_to_trainers_card(path: Path, model: nn.Module, name: str) -> None:
-    """Add to a card that Trainer wrote how the model computes, what it costs, loads and is served.
+    """Add the sections on precision, loading, cost, serving and config to a card of Trainer's.
 
     Args:
-        path: the card.
-        model: trained; a card of one that is not converted stays as it is.
-        name: the directory or hub name that loads the model, which is in the card's directory.
+        path: the card, in the model's directory.
+        model: trained; if it is not converted, the card is left unchanged.
+        name: the directory or hub name from which the model is loaded.
     """
     if (found := converted(model)) is None:
         return
@@ -70,7 +70,7 @@ def add_to_trainers_card(path: Path, model: nn.Module, name: str) -> None:
     card = ModelCard.load(path)
     tags = ["metis", *trained_tags(layers), *format_tags(layers), f"scheme:{config.scheme}"]
     card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
-    card.data.base_model = card.data.base_model or None  # of PEFT's card it may be ""
+    card.data.base_model = card.data.base_model or None  # PEFT may write ""
     card.data.pipeline_tag = card.data.pipeline_tag or pipeline_tag(model)
     sections = "\n\n".join(
         [
@@ -88,7 +88,7 @@ def add_to_trainers_card(path: Path, model: nn.Module, name: str) -> None:
 
 
 def load_lines(model: nn.Module, name: str) -> str:
-    """Return the Python that loads a checkpoint of a converted model, or adapters on one."""
+    """Return the Python code that loads a converted checkpoint, or adapters on one."""
     shown = json.dumps(name, ensure_ascii=False)
     first = "import metis_hf  # registers the format\n"
     if hasattr(model, "peft_config"):
@@ -99,18 +99,18 @@ def load_lines(model: nn.Module, name: str) -> str:
 
 
 def load_section(model: nn.Module, layers: Iterable[MetisLayer], name: str) -> str:
-    """Return the lines that load a checkpoint, and their needs."""
+    """Return the section with the Python code that loads a checkpoint, and its requirements."""
     needs = NEEDS.format(without=_without_import(model, layers))
     return f"## Load\n\n```python\n{load_lines(model, name)}\n```\n\n{needs}"
 
 
 def use_sections(model: Any, layers: Sequence[MetisLayer], directory: str) -> list[str]:
-    """Return the cost of emulation, and the commands that serve a checkpoint.
+    """Return the sections on the cost of emulation and on serving a checkpoint.
 
     Args:
-        model: converted; adapters, which no export takes, and models that generate nothing have no
-            such commands.
-        layers: of it; without quantizers there is neither.
+        model: converted. There is no serving section for adapters, for models that are not causal
+            language models, and for formats other than NVFP4 alone.
+        layers: the converted ones; if none has a quantizer, there is neither section.
         directory: of the checkpoint.
     """
     if not (formats := _formats(layers)):
@@ -124,19 +124,19 @@ def use_sections(model: Any, layers: Sequence[MetisLayer], directory: str) -> li
 
 
 def pipeline_tag(model: Any) -> str | None:
-    """Return the hub's name of the task, where the model is a causal language model."""
+    """Return the hub's task name for a causal language model; None for other models."""
     generates = model.can_generate() and not model.config.is_encoder_decoder
     return "text-generation" if generates else None
 
 
 def precision(layers: Sequence[MetisLayer]) -> str:
-    """Return the bits of weights, activations and gradients in words, and their formats."""
+    """Return the bits of weights, activations and gradients with formats, such as "W4A4G4"."""
 
     def of_layer(layer: MetisLayer) -> str:
         if not any(_quantizers(layer)):
             return "high precision"
         bits = (q.fmt.element.bits if q else int(HIGH_PRECISION_BITS) for q in _quantizers(layer))
-        # Gradients may never have been quantized, where scales are calibrated.
+        # With calibrated scales, gradients may never have been quantized.
         whose = "WA" if isinstance(layer.scheme.state, StaticScales) else "WAG"
         letters = "".join(f"{letter}{count}" for letter, count in zip(whose, bits))
         return f"emulated {letters} ({', '.join(fmt.name for fmt in _formats([layer]))})"
@@ -148,7 +148,7 @@ def precision(layers: Sequence[MetisLayer]) -> str:
 
 
 def trained_tags(layers: Iterable[MetisLayer]) -> list[str]:
-    """Return the tag of models that were trained in four bits, if the layers' scheme does so."""
+    """Return ["fp4-training"] if a layer trains in at most four bits, else []."""
     trained = _formats(x for x in layers if not isinstance(x.scheme.state, StaticScales))
     few = any(fmt.element.bits <= _FEW_BITS for fmt in trained)
     return ["fp4-training"] if few else []
@@ -160,7 +160,7 @@ def format_tags(layers: Iterable[MetisLayer]) -> list[str]:
 
 
 def config_table(config: MetisConfig) -> str:
-    """Return the config as a table; a value that is not the default is set in bold."""
+    """Return the config as a Markdown table, with values other than the default in bold."""
     default = MetisConfig().to_dict()
     lines = ["| Option | Value |", "| --- | --- |"]
     for key, value in config.to_dict().items():
@@ -182,7 +182,7 @@ def _formats(layers: Iterable[MetisLayer]) -> list[BlockFormat]:
 
 
 def _without_import(model: nn.Module, layers: Iterable[MetisLayer]) -> str:
-    """Say what transformers does with a checkpoint whose format it does not know."""
+    """Say what transformers does with the checkpoint if metis_hf is not imported."""
     experts = any(converted_names(module) for module in model.modules())
     if experts or any(layer.weight_form.is_split for layer in layers):
         return "reports missing weights"

@@ -1,8 +1,8 @@
-"""get_metis_model: converts any transformers model in place, and says what it did; to_dense back.
+"""get_metis_model converts any transformers model in place; to_dense reverts it.
 
-First everything is checked, then the layers are swapped one by one, so an error leaves the model
-as it was and no second copy of it is ever in memory. Loading checkpoints is in `hub`, choosing
-modules in `select`, the report in `report`.
+All checks run before the first layer is replaced, so an error leaves the model unchanged. Layers
+are replaced one by one, so memory never holds a second copy of the model. Loading of checkpoints is
+in `hub`, selection of modules in `select`, the report in `report`.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ logger = logging.get_logger(__name__)
 
 
 def metis_layers(model: nn.Module) -> Iterator[tuple[str, MetisLayer]]:
-    """Return (name, layer) of every converted layer."""
+    """Yield (name, layer) for every converted layer."""
     for name, module in model.named_modules():
         if isinstance(module, MetisLayer):
             yield name, module
 
 
 def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.Module:
-    """Replace the target linear layers of `model`, in place, by quantized ones.
+    """Replace the target linear layers of `model` with quantized ones, in place.
 
-    Fused experts of mixture-of-experts models are converted too, one layer for each expert. Call it
+    Fused experts of mixture-of-experts models are converted too, one layer per expert. Call this
     before the optimizer, `Trainer`, DDP or FSDP sees the model: a split weight is stored in new
     parameters. The report is in `model.metis_report`.
 
@@ -80,11 +80,11 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
     Raises:
         ValueError: unknown scheme, no layer selected, a rank above half of a layer's directions,
             a tied weight in a scheme that stores weights split, `backend="native"` where a scheme
-            or this machine does not allow it, `attention` where the scheme or the model does not,
-            non-finite weights, a model that is converted already or wrapped by DDP, FSDP or
-            torch.compile. The model is then unchanged.
-        TypeError: no module, or no `MetisConfig`.
-        NotImplementedError: transformers has spread the model over processes already.
+            or this machine does not support it, `attention` where the scheme or the model does not
+            support it, non-finite weights, a model that is already converted or wrapped by DDP,
+            FSDP or torch.compile. The model is then unchanged.
+        TypeError: `model` is not a module, or `config` is not a `MetisConfig`.
+        NotImplementedError: transformers has already distributed the model over processes.
     """
     return convert(model, MetisConfig() if config is None else config)
 
@@ -97,14 +97,14 @@ def convert(
     naming: Naming = AS_THEY_ARE,
     loading: bool = False,
 ) -> nn.Module:
-    """Do what `get_metis_model` does.
+    """Convert a model like `get_metis_model`, with options for loading a checkpoint.
 
     Args:
-        model: as there.
-        config: as there.
+        model: as in `get_metis_model`.
+        config: as in `get_metis_model`.
         check_names: as in `select_modules`.
         naming: as in `select_modules`.
-        loading: whether weights are still to come, also those that the model has on meta alone.
+        loading: weights are loaded later, so parameters on the meta device are accepted.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"get_metis_model converts a loaded model, and this is {model!r:.80}")
@@ -176,17 +176,17 @@ def _warn_of_unread(config: MetisConfig) -> None:
 
 
 def to_dense(model: nn.Module) -> nn.Module:
-    """Turn every converted layer back into a plain one with the weight it represents, in place.
+    """Replace every converted layer with a plain one that has the weight it represents, in place.
 
-    Packed layers (`load_packed`) are unpacked in the model's dtype, under adapters too: PEFT's
-    `merge_and_unload` then merges them exactly.
+    Packed layers (`load_packed`) are unpacked to the model's dtype, also under adapters; PEFT's
+    `merge_and_unload` then merges the adapters exactly.
 
     Returns:
-        The same model, a plain transformers model again; its checkpoints need no metis_hf.
+        The same model, now a plain transformers model; its checkpoints do not need metis_hf.
 
     Raises:
-        ValueError: the model has no converted or packed layer, adapters on converted ones, or
-            sharded or offloaded parameters.
+        ValueError: the model has no converted or packed layer, has adapters on converted layers, or
+            has sharded or offloaded parameters.
     """
     layers, packed = dict(metis_layers(model)), packed_layers(model)
     if not layers and not packed:
@@ -234,15 +234,15 @@ def to_dense(model: nn.Module) -> nn.Module:
 
 
 def owners(model: nn.Module) -> list[nn.Module]:
-    """Return the converted models in a model: several where its parts were converted one by one.
+    """Return the converted submodels of a model: several if they were converted one by one.
 
-    The model itself where none has a report, as in a copy that a framework made.
+    If no submodel has a report, as in a copy made by a framework, return the model itself.
     """
     return [each for each in model.modules() if "metis_report" in vars(each)] or [model]
 
 
 def unmark_quantized(model: nn.Module) -> None:
-    """Take off what transformers puts on a model that it loads with a quantizer."""
+    """Remove the attributes that transformers sets on a model loaded with a quantizer."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.is_quantized = False  # type: ignore[assignment]
@@ -251,8 +251,8 @@ def unmark_quantized(model: nn.Module) -> None:
             vars(module.config).pop("_is_quantized", None)
 
 
-# Of a decoder's attention to the encoder's output: T5's name, BART's, BERT's and GPT-2's, T5Gemma's
-# and ProphetNet's, NLLB-MoE's, Pix2Struct's.
+# Names of cross-attention modules: T5's, BART's, BERT's and GPT-2's, T5Gemma's and ProphetNet's,
+# NLLB-MoE's, Pix2Struct's.
 _CROSS_ATTENTION = {
     "EncDecAttention",
     "encoder_attn",
@@ -261,7 +261,7 @@ _CROSS_ATTENTION = {
     "cross_attention",
     "encoder_decoder_attention",
 }
-# The last are ProphetNet's and GPT-2's, which has keys and values in one layer.
+# The last ones are ProphetNet's and GPT-2's; GPT-2 has keys and values in one layer.
 _KEYS_AND_VALUES = (
     "k",
     "v",
@@ -275,12 +275,12 @@ _KEYS_AND_VALUES = (
 )
 
 
-# In the name of a class whose keys and values read the decoder's rows and the encoder's: T5Gemma 2.
+# In the name of a class whose keys and values read both decoder and encoder rows: T5Gemma 2.
 _MERGED_ATTENTION = "MergedAttention"
 
 
 class _TokenMasks:
-    """The masks of a model: one, or two where it has an encoder and a decoder."""
+    """The token masks of a model: one, or two for an encoder-decoder model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tokens = TokenMask("attention_mask")
@@ -296,9 +296,10 @@ class _TokenMasks:
         }
 
     def of(self, name: str) -> TokenMask | None:
-        """Return the mask for the layer of that name; an output head reads what a decoder gives.
+        """Return the mask for the named layer; output heads take the decoder's.
 
-        None for one that is called on rows of both, whose masks cannot be told apart by shape.
+        Return None for a layer that reads both decoder and encoder rows: their masks cannot be told
+        apart by shape.
         """
         parts = name.split(".")
         if parts[-1] in _KEYS_AND_VALUES and ".".join(parts[:-1]) in self.merged:
@@ -331,7 +332,7 @@ def _convert_experts(
 ) -> list[LayerReport]:
     module, key = _owner(model, name)
     fused, bias = fused_weights(module)[key], fused_bias(module, key)
-    conv1d = bool(module.is_transposed) and bias is not None  # a Conv1D always has one
+    conv1d = bool(module.is_transposed) and bias is not None  # a Conv1D always has a bias
     layers, reports = [], []
     for index, weight in enumerate(fused.detach()):
         matrix = weight.T if module.is_transposed else weight  # [o i]
@@ -350,13 +351,13 @@ def _convert_experts(
 
 
 def _copy(part: Tensor, whole: nn.Parameter) -> nn.Parameter:
-    """Return a part of a parameter as one of its own, frozen if the whole is."""
+    """Return a slice of a parameter as a new parameter, frozen if `whole` is."""
     part = part.clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
 def _own_configs(model: nn.Module) -> None:
-    """Give a model its own copy of its configs: others may have been built from the same."""
+    """Copy the configs of a model: other models may share them."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         config = module.__dict__.get("config")
@@ -365,7 +366,7 @@ def _own_configs(model: nn.Module) -> None:
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return (module, attribute) of a dotted parameter name."""
+    """Return (owning module, attribute) of a dotted parameter name."""
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
 

@@ -1,4 +1,4 @@
-"""Layers that inference engines run as one GEMM, and that therefore need one tensor scale."""
+"""Groups of layers that inference engines fuse into one GEMM, which needs one tensor scale."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection
 
-# Last parts of the names of such layers beside each other, as llm-compressor lists them; BERT's;
-# and the linear attention of Qwen3.5, as ModelOpt lists it.
+# Last name parts of sibling layers that are fused: llm-compressor's list, BERT's layers, and the
+# linear attention of Qwen3.5 from ModelOpt's list.
 DEPLOYED_TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -18,13 +18,13 @@ DEPLOYED_TOGETHER = (
     ("in_proj_b", "in_proj_a"),
 )
 
-_EXPERT = re.compile(r"(experts\.(?:metis_\w+\.)?)\d+")  # with its number
+_EXPERT = re.compile(r"(experts\.(?:metis_\w+\.)?)\d+")
 
 
 def deployed_groups(names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each layer of these names, those that are deployed with it, itself included.
+    """Return, for each name, the layers that are fused with it, itself included.
 
-    An adapter around a layer, as PEFT's, ends its name in `.base_layer`.
+    Names of layers inside a PEFT adapter end in `.base_layer`.
     """
     by_name = {name.removesuffix(".base_layer"): name for name in names}
     groups = {}
@@ -37,10 +37,10 @@ def deployed_groups(names: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 
 def input_groups(names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each layer of these names, those whose inputs engines quantize under one scale.
+    """Return, for each name, the layers whose inputs engines quantize under the same scale.
 
-    Besides `deployed_groups` the experts of a layer: most kernels quantize the tokens before they
-    go to the experts.
+    These are its `deployed_groups` across all experts of the block: most kernels quantize the
+    tokens before they dispatch them to the experts.
     """
     together: dict[str, list[str]] = defaultdict(list)
     keys = {name: every_expert(group[0]) for name, group in deployed_groups(names).items()}
@@ -50,5 +50,5 @@ def input_groups(names: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 
 def every_expert(name: str) -> str:
-    """Return a layer's name without the number of its expert, if it is one's."""
+    """Return a layer's name without its expert number, if it has one."""
     return _EXPERT.sub(r"\1", name)

@@ -1,7 +1,8 @@
-"""Converted models that from_pretrained spreads over processes: `DistributedConfig` beside Metis.
+"""Converted models that from_pretrained distributes over processes (`DistributedConfig`).
 
-transformers shards a model between its construction and the arrival of weights. So it is converted
-before, also where the checkpoint is a dense one; what cannot be is refused by name.
+transformers shards a model after it builds the model and before it loads the weights. The model is
+therefore converted before sharding, even if the checkpoint is dense; layers that cannot be sharded
+are refused by name.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _NOT_SHARED = "and GEMMs on FP4 units know no scales that processes share"
 
 
 def check_dense_checkpoint(model: nn.Module) -> None:
-    """Refuse layers that a dense checkpoint cannot fill as it is; for a converted empty model.
+    """Refuse a converted, still empty model if a dense checkpoint cannot fill its layers.
 
     Raises:
-        NotImplementedError: a layer stores other tensors than the one it was converted from.
+        NotImplementedError: a layer stores different tensors than the layer it was converted from.
     """
     for name, layer in metis_layers(model):
         stores = not isinstance(layer.weight_form, DenseWeight) or layer.scheme.state is not None
@@ -49,14 +50,14 @@ def _sizes(model: nn.Module) -> str:
 
 
 def cut_layers(model: nn.Module) -> None:
-    """Tell converted layers how transformers' tensor parallelism is going to cut them.
+    """Tell converted layers how transformers' tensor parallelism will shard them.
 
     Args:
         model: converted, without weights, with a `DistributedConfig` in its config.
 
     Raises:
-        NotImplementedError: a layer would be cut in a way that changes what it computes, or FSDP
-            would shard the parts again.
+        NotImplementedError: sharding would change the results of a layer, or the model combines
+            tensor parallelism with another kind.
     """
     sizes = planned(model)
     size = sizes.get("tp_size", 1)
@@ -74,27 +75,27 @@ def cut_layers(model: nn.Module) -> None:
     )
     for name, layer in metis_layers(model):
         layer.shards = shards[name]
-        # transformers' mark of layers that take their part of a weight as a plain tensor.
+        # Makes transformers hand the layer its shard of a weight as a plain tensor.
         layer._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
 
 
 def _as_cut(row: LayerReport, shards: Shards) -> LayerReport:
-    """Return a layer's row of the report, once the layer is cut."""
+    """Return a layer's report once the layer is sharded: a sharded layer is emulated."""
     if not (row.native and shards.cut):
         return row
     return replace(row, native=False, emulated=f"tensor parallelism cuts them, {_NOT_SHARED}")
 
 
 def shards_of(model: nn.Module, size: int, plan: dict[str, str]) -> dict[str, Shards]:
-    """Return the cut of each converted layer, by name.
+    """Return the `Shards` of each converted layer, by name.
 
     Args:
         model: converted.
-        size: processes.
-        plan: of transformers: names, with `*` for the number of a layer -> style.
+        size: number of processes.
+        plan: transformers' plan: name, with `*` for the layer number -> style.
 
     Raises:
-        NotImplementedError: a layer would be cut in a way that changes what it computes.
+        NotImplementedError: sharding would change the results of a layer.
     """
     report: Any = model.metis_report
     if any(layer.kind == "expert" for layer in report.layers):
@@ -125,7 +126,7 @@ def _refusal(size: int, name: str, reason: str) -> NotImplementedError:
 
 
 def _tensor_plan(model: Any) -> dict[str, str]:
-    """Return the plan that transformers will apply: the model's own, and what the user changes."""
+    """Return the plan that transformers will apply: the model's, updated with the user's."""
     changes = model.config.distributed_config.tp_plan
     if not isinstance(changes, dict):
         return model.tp_plan
@@ -133,7 +134,7 @@ def _tensor_plan(model: Any) -> dict[str, str]:
 
 
 def join_layers(model: Any) -> None:
-    """Give layers that are cut the processes that they share their scales with."""
+    """Set the process group over which sharded layers share their scales."""
     layers = [layer for _, layer in metis_layers(model) if layer.shards is not None]
     if not layers:
         return

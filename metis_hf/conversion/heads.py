@@ -1,4 +1,4 @@
-"""Layers that "all-linear" and regular expressions leave as they are: output heads and routers."""
+"""Output heads and routers, which "all-linear" and regular expressions do not select."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from transformers import PreTrainedModel
 from metis_hf.conversion.linears import is_linear
 from metis_hf.layers.experts import is_fused_experts
 
-# Of models inside a model those with a head have one behind their base. Others have a part that is
-# named as bases are, and more parts beside it (VideoPrism's vision model).
+# Class names of submodels with a head after their base. Other submodels may have a part with a
+# base's name and further parts that are not heads (VideoPrism's vision model).
 _HAS_HEAD = re.compile(r"For[A-Z]|LMHead")
-# Models without a base of their own, whose linear layers at the top are the head. In other models
-# these lie between parts: `language_projection` of BLIP-2.
+# Models without a base whose top-level linear layers are the head. In other models such layers
+# connect parts: `language_projection` of BLIP-2.
 _TOP_IS_HEAD = re.compile(r"For\w*(Classification|QuestionAnswering|CTC)$")
-# MixtralTopKRouter, SwitchTransformersTop1Router, ...; the others that transformers has.
+# MixtralTopKRouter, SwitchTransformersTop1Router, and the other routers in transformers.
 _ROUTER_CLASS = re.compile(r"Router|TopKGating$|MoE\w*Gate$")
-_ROUTER_NAMES = ("router", "router_gate")  # of linear layers: Doge's
+_ROUTER_NAMES = ("router", "router_gate")  # names of linear layers; router_gate is Doge's
 
 
 def find_heads(model: nn.Module) -> set[str]:
-    """Return linear layers behind base models: output embeddings, classifiers, ...
+    """Return the names of the linear layers after base models: output embeddings, classifiers, ...
 
-    Heads of models inside the model are included, such as the decoder of an EncoderDecoderModel.
+    Heads of submodels are included, such as the head of an EncoderDecoderModel's decoder.
     """
     inner = (each for each in model.modules() if isinstance(each, PreTrainedModel))
     heads = {layer for each in {model, *inner} for layer in _behind(each, inner=each is not model)}
@@ -34,11 +34,11 @@ def find_heads(model: nn.Module) -> set[str]:
 
 
 def _behind(model: Any, *, inner: bool) -> Iterator[nn.Module]:
-    """Yield the modules behind the base of a model."""
+    """Yield the output embeddings of a model and the modules outside its base."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     if isinstance(head, nn.Module):
-        yield from head.modules()  # of Musicgen it is a list
+        yield from head.modules()  # Musicgen's is a list
     if not isinstance(model, PreTrainedModel):
         return
     base, name = model.base_model, type(model).__name__
@@ -51,15 +51,15 @@ def _behind(model: Any, *, inner: bool) -> Iterator[nn.Module]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module says by its class that it chooses experts."""
+    """Return whether the class name says that the module is a router."""
     return _ROUTER_CLASS.search(type(module).__name__) is not None
 
 
 def find_routers(model: nn.Module) -> set[str]:
-    """Return the linear layers that choose or weigh experts.
+    """Return the names of the linear layers that choose or weigh experts.
 
-    Those inside a module whose class says so, those that have a router's name, and those beside
-    fused experts that are as narrow as there are experts.
+    These are the linear layers inside a router class, those with a router's name, and siblings of
+    fused experts with at most as many outputs as there are experts.
     """
     routers: set[str] = set()
     for name, module in model.named_modules():

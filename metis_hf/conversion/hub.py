@@ -1,9 +1,10 @@
 """Registers Metis with transformers, so that from_pretrained loads and converts Metis models.
 
-The quantizer is only a loader: it swaps the layers before the weights arrive (a Metis checkpoint)
-or converts after (a dense one with `quantization_config=MetisConfig(...)`), then removes itself.
-What remains is an ordinary trainable model; transformers' rules for frozen quantized models (no
-training, its own state dict on save) do not apply to it.
+The quantizer is only a loader. It replaces the layers before the weights are loaded (a Metis
+checkpoint, or a model distributed over processes) or converts the model afterwards (a dense
+checkpoint with `quantization_config=MetisConfig(...)`), then removes itself. The result is an
+ordinary trainable model: transformers' rules for frozen quantized models (no training, a separate
+state dict on save) do not apply to it.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from metis_hf.config import MetisConfig
 from metis_hf.layers.parallelism import check_plan, planned
 from metis_hf.shared.messages import some
 
-# `conversion.convert` and what imports it are imported where they are used: this module is imported
-# by `registration` while transformers' quantizers are, and models import those.
+# `conversion.convert` and its importers are imported inside functions: `registration` imports this
+# module during the import of transformers' quantizers, which transformers' models import.
 
 
 def read_config(values: Mapping[str, Any]) -> MetisConfig:
-    """Return a config that a checkpoint or an adapter holds, for this machine."""
+    """Return the config of a checkpoint or an adapter, with `backend` adapted to this machine."""
     config = MetisConfig.from_dict(dict(values))
-    # FP4 units belonged to the machine that wrote it.
+    # The machine that saved it had FP4 units; this one may not.
     return config.replace(backend="auto") if config.backend == "native" else config
 
 
 class MetisConfigLoader(QuantizationConfigMixin):
-    """The class that transformers looks up for quant_method "metis"; it gives a MetisConfig."""
+    """The config class of quant_method "metis" in transformers; `from_dict` makes a MetisConfig."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs=False, **kwargs: Any):
@@ -47,7 +48,7 @@ class MetisConfigLoader(QuantizationConfigMixin):
 
 
 class MetisLoader(HfQuantizer):
-    """Converts a model on its way through from_pretrained."""
+    """Converts a model inside from_pretrained."""
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         from metis_hf.conversion.candidates import AS_THEY_ARE
@@ -56,7 +57,7 @@ class MetisLoader(HfQuantizer):
         from metis_hf.conversion.naming import saved_naming
 
         check_plan(model)
-        # What is spread over processes is converted before it is, whatever the checkpoint.
+        # A model distributed over processes is converted before it is sharded.
         self._converts_early = self.pre_quantized or bool(planned(model))
         if self._converts_early:
             config, naming = self.quantization_config, AS_THEY_ARE
@@ -96,7 +97,7 @@ class MetisLoader(HfQuantizer):
 
 
 def _check_shapes(model: nn.Module, files: Iterable[str]) -> None:
-    """Refuse factors of another rank by name; transformers would only log which ones they are."""
+    """Refuse factors of another rank, by name; transformers would only log a warning."""
     from metis_hf.conversion.convert import metis_layers
 
     expected = {
@@ -119,11 +120,11 @@ def _check_shapes(model: nn.Module, files: Iterable[str]) -> None:
 
 
 def _check_complete(model: nn.Module) -> None:
-    """Refuse a checkpoint that lacks tensors of converted layers, which would be made up."""
+    """Refuse a checkpoint without all tensors of converted layers: they would be random."""
     from metis_hf.conversion.convert import metis_layers
 
     def loaded(tensor: Tensor) -> bool:
-        # transformers marks what it loads. On meta it stays on disk until a call needs it.
+        # transformers marks the tensors it loads. Tensors on meta stay on disk until they are used.
         return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
 
     missing = [
@@ -141,7 +142,7 @@ def _check_complete(model: nn.Module) -> None:
 
 
 def register(method: str, config_class: type, loader: type[HfQuantizer]) -> None:
-    """Let transformers take these for a `quant_method`, unless it has its own by now."""
+    """Register a config class and a loader for a `quant_method` that transformers does not have."""
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(method)(config_class)
     if method not in AUTO_QUANTIZER_MAPPING:

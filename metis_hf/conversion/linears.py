@@ -1,8 +1,8 @@
 """Recognition of plain linear layers: y = x W^T + b and nothing else.
 
-A subclass of nn.Linear is one if it computes with nn.Linear's own forward pass, or with one that
-was read and is listed here. A numeric probe would not do: routers of mixtures add jitter in
-training alone, and a layer may clamp values that no probe reaches.
+A subclass of nn.Linear or Conv1D is plain if it uses its base class's forward pass, or one that was
+reviewed and is listed here. A numeric probe cannot decide this: routers add jitter only while
+training, and a layer may clamp values that no probe reaches.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-# Forward passes that were read (transformers 5.23), by module and qualified name, and what they do.
+# Reviewed forward passes (transformers 5.23): module and qualified name -> computation.
 _READ = {
-    # Not fused with the bias on purpose: in 16 bits the sum is rounded once more, as in training.
+    # Deliberately not fused with the bias: in 16 bits the sum is rounded once more, as in training.
     "transformers.models.falcon.modeling_falcon.FalconLinear.forward": "input @ weight.T + bias",
 }
 
-# What accelerate's hooks put on an instance.
+# Instance attributes set by accelerate's hooks.
 HOOKED = ("forward", "_old_forward", "_hf_hook")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Whose weights transformers (5.23) reads without a call: their owner's class, their names.
+# Layers whose weights transformers (5.23) reads without calling them: owner class -> names.
 _ONLY_READ = {
     "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
-    # dt_proj always, the others by the kernels of mamba_ssm where these are installed: a model is
-    # converted alike on all machines.
+    # dt_proj always; the others only by the kernels of mamba_ssm, if installed. All are listed, so
+    # that a model is converted the same way on every machine.
     "MambaMixer": ("x_proj", "dt_proj", "out_proj"),
     "FalconMambaMixer": ("x_proj", "dt_proj", "out_proj"),
     "JambaMambaMixer": ("dt_proj",),
@@ -53,10 +53,10 @@ _ONLY_READ = {
     "Gemma3nTextAltUp": ("correction_coefs",),  # in training
     "LSHSelfAttention": ("query_key", "value"),  # in generation from a cache
 }
-# Read slice by slice where the config says slow_but_exact and pretraining_tp > 1, else called.
+# Read slice by slice if the config has slow_but_exact and pretraining_tp > 1, else called.
 _READ_IN_SLICES = {"BloomAttention": "dense", "BloomMLP": "dense_4h_to_h"}
 
-# To whose weights transformers (5.23) writes in place, which does not reach factors.
+# Layers whose weights transformers (5.23) writes in place; factors would not see the write.
 _WRITTEN = {
     "RwkvSelfAttention": ("output",),  # RwkvModel rescales both for evaluation
     "RwkvFeedForward": ("value",),
@@ -65,23 +65,23 @@ _WRITTEN = {
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is an nn.Linear or Conv1D, or of a class derived from them."""
+    """Return whether a module is an nn.Linear, a Conv1D, or an instance of a subclass."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def why_not_plain(module: nn.Module) -> str | None:
-    """Return why an nn.Linear or Conv1D, or a subclass, is no plain linear layer; None: it is.
+    """Return why an nn.Linear, Conv1D or subclass is not a plain linear layer; None: it is plain.
 
-    The reasons, all of subclasses:
+    The reasons:
 
-    - torch's NonDynamicallyQuantizableLinear, which nn.MultiheadAttention never calls: it reads the
-      weight.
-    - another `__call__`, or a forward pass that is neither the base class's nor listed here
-      (routers, which also choose; DeepSeek V4's, block-diagonal; Idefics', two weights; layers of
-      other quantization methods).
-    - parameters, buffers or submodules beside weight and bias: parametrized weights, adapters.
-    - a forward pass that was put on the instance. Hooks of accelerate are none: they wrap the
-      class's, and follow the layer.
+    - torch's NonDynamicallyQuantizableLinear: nn.MultiheadAttention reads its weight and never
+      calls it.
+    - a custom `__call__`, or a forward pass that is neither the base class's nor listed here
+      (routers, which also select; DeepSeek V4's block-diagonal layers; Idefics' layers with two
+      weights; layers of other quantization methods).
+    - parameters, buffers or submodules other than weight and bias: parametrized weights, adapters.
+    - a forward pass set on the instance. accelerate's hooks are allowed: they wrap the class's
+      forward pass and are moved to the converted layer.
     """
     cls = type(module)
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -101,7 +101,7 @@ def why_not_plain(module: nn.Module) -> str | None:
 
 
 def _forward_replaced(module: nn.Module) -> bool:
-    """Return whether an instance has another forward pass than its class, accelerate's aside."""
+    """Return whether the instance overrides its class's forward pass; accelerate's hooks may."""
     own = module.__dict__.get("forward")
     if isinstance(own, functools.partial) and own.func.__module__ == "accelerate.hooks":
         own = module.__dict__.get("_old_forward")
@@ -109,7 +109,7 @@ def _forward_replaced(module: nn.Module) -> bool:
 
 
 def why_only_read(owner: Any, child: str) -> str | None:
-    """Return why an owner computes with a child's weight without calling it; None: it calls."""
+    """Return why the owner uses the child's weight without calling the child; None: it calls it."""
     sliced = getattr(owner, "slow_but_exact", False) and owner.pretraining_tp > 1
     for cls in type(owner).__mro__:
         name = cls.__name__
@@ -130,7 +130,7 @@ def why_not_split(owner: nn.Module, child: str) -> str | None:
 
 
 def why_not_trainable(weight: Tensor) -> str | None:
-    """Return why a weight is no plain Parameter of floating-point numbers; None: it is."""
+    """Return why a weight is not a plain floating-point Parameter; None: it is."""
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}, which another library manages"
     if weight.dtype not in _FLOATS:
@@ -139,17 +139,17 @@ def why_not_trainable(weight: Tensor) -> str | None:
 
 
 def _beside(module: nn.Module) -> set[str]:
-    """Return names of tensors and modules beside weight and bias: the mask of torch's pruning."""
+    """Return the names of tensors and submodules other than weight and bias, e.g. pruning masks."""
     return {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
 
 
 @dataclass(frozen=True)
 class LinearOrigin:
-    """The module that a converted layer replaced, where that was a subclass.
+    """The class and attributes of a replaced nn.Linear or Conv1D subclass instance.
 
     Args:
-        cls: its class.
-        attributes: what its instance had that an nn.Linear or Conv1D has not.
+        cls: the class of the replaced module.
+        attributes: its instance attributes that an nn.Linear or Conv1D does not have.
     """
 
     cls: type[nn.Module]
@@ -157,7 +157,7 @@ class LinearOrigin:
 
     @classmethod
     def of(cls, module: nn.Module) -> LinearOrigin | None:
-        """Return the origin of a linear layer; None for an nn.Linear or Conv1D itself."""
+        """Return the origin of a linear layer; None if it is exactly an nn.Linear or Conv1D."""
         if type(module) in (nn.Linear, Conv1D):
             return None
         common = {*nn.Module().__dict__, "in_features", "out_features", "nf", "nx", *HOOKED}
@@ -165,7 +165,7 @@ class LinearOrigin:
         return cls(type(module), own)
 
     def restore(self, dense: nn.Module) -> nn.Module:
-        """Return an nn.Linear or Conv1D as a layer of the original class."""
+        """Change an nn.Linear or Conv1D to the original class, in place, and return it."""
         dense.__class__ = self.cls
         dense.__dict__.update(self.attributes)
         return dense

@@ -1,10 +1,10 @@
 """LoRA over a frozen converted model or a packed NVFP4 base, through PEFT.
 
-`registration` imports this module once PEFT is imported. It puts a tuner that knows our layers and
-a config that remembers the conversion into PEFT's tables; models without such layers take PEFT's
+`registration` imports this module once PEFT is imported. This module registers with PEFT a tuner
+that supports quantized layers and a config that records the conversion; other models take PEFT's
 own path. `get_peft_model(model, LoraConfig(...))`, `PeftModel.from_pretrained`, `AutoPeftModel` and
-whatever builds on them (TRL's `peft_config`) then take converted models. The frozen base computes
-as its scheme says; the adapter runs in high precision beside it.
+code built on them (TRL's `peft_config`) then accept converted models. The frozen base computes in
+its scheme; the adapter computes in high precision.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from metis_hf.layers.packed import PackedLinear, PackedWeight, packed_layers
 from metis_hf.numerics import relative_error
 from metis_hf.shared.patterns import name_pattern
 
-# Initializations that leave the base weight alone; the others write to it, or need its factors.
+# Initializations that do not touch the base weight; the others write to it or factorize it.
 _INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
 
 class QuantizedLoraLinear(LoraLinear):
     """PEFT's LoRA layer around a frozen quantized layer: y = base(x) + scaling B A x."""
 
-    kind = "a quantized layer"  # of the base, for messages
+    kind = "a quantized layer"  # the base layer, in error messages
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: LoraConfig, **kwargs):
         super().__init__(base_layer, adapter_name, config, **kwargs)
-        self.fan_in_fan_out = False  # deltas are [o i]; where they go is the merge's matter
+        self.fan_in_fan_out = False  # deltas are [o i]; merging handles transposed storage
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         assert isinstance(module, MetisLayer | PackedLinear)
         return module.in_features, module.out_features
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs) -> LoraVariant | None:
-        """Return None: plain LoRA (and rsLoRA) only.
+        """Return None: only plain LoRA and rsLoRA are supported.
 
         Raises:
-            ValueError: a variant or an initialization that reads or writes the base weight in
-                ways that the quantized layer does not have.
+            ValueError: another variant, or an initialization that writes or factorizes the base
+                weight.
         """
         if config.init_lora_weights not in _INITIALIZATIONS:
             choices = ", ".join(map(repr, _INITIALIZATIONS))
@@ -85,17 +85,17 @@ class QuantizedLoraLinear(LoraLinear):
         return None
 
     def adapters_to_merge(self, adapter_names: list[str] | None) -> list[str]:
-        """Return the adapters of this layer that are asked for and not merged yet."""
+        """Return the requested adapters of this layer that are not merged yet."""
         names = check_adapters_to_merge(self, adapter_names) or []
         return [name for name in names if name in self.lora_A]
 
     def check_merge(self, name: str, bias: Tensor | None, safe_merge: bool) -> None:
-        """Refuse an adapter that the layer cannot take.
+        """Refuse an adapter that cannot be merged.
 
         Args:
             name: of the adapter.
-            bias: the layer's.
-            safe_merge: look for NaN and inf.
+            bias: of the base layer.
+            safe_merge: refuse NaN and inf.
         """
         if self.lora_bias[name] and bias is None:
             raise ValueError(
@@ -109,8 +109,8 @@ class QuantizedLoraLinear(LoraLinear):
 class MetisLoraLinear(QuantizedLoraLinear):
     """LoRA over a converted layer.
 
-    Merging adds scaling B A to the dense weight or to `weight_residual`: the represented weight is
-    then W + scaling B A, decomposed as before (`metis_hf.refresh` decomposes it again).
+    Merging adds scaling B A to the dense weight or to `weight_residual`. The represented weight is
+    then W + scaling B A, with the factors unchanged; `metis_hf.refresh` recomputes the factors.
     """
 
     kind = "a Metis layer"
@@ -123,7 +123,7 @@ class MetisLoraLinear(QuantizedLoraLinear):
         return layer
 
     def row_mask(self, x: Tensor) -> Tensor | None:
-        """Return which rows of x hold tokens, as the layer does; experts ask for it."""
+        """Return the base layer's mask of the rows of x that hold tokens; experts read it."""
         return self.base.row_mask(x)
 
     @torch.no_grad()
@@ -131,12 +131,12 @@ class MetisLoraLinear(QuantizedLoraLinear):
         """Add adapters to the stored weight (and bias).
 
         Args:
-            safe_merge: look for NaN and inf first.
-            adapter_names: default: the active ones.
+            safe_merge: refuse NaN and inf.
+            adapter_names: default: the active adapters.
 
         Raises:
-            ValueError: an adapter with a bias for a layer without; with `safe_merge`, one that is
-                not finite. The layer is then unchanged.
+            ValueError: an adapter has a bias and the layer does not; with `safe_merge`, an adapter
+                is not finite. The layer is then unchanged.
         """
         names = self.adapters_to_merge(adapter_names)
         for name in names:
@@ -147,23 +147,23 @@ class MetisLoraLinear(QuantizedLoraLinear):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Take merged adapters out again, up to the rounding of the additions."""
+        """Subtract merged adapters again; exact up to the rounding of the additions."""
         while self.merged_adapters:
             self._add(self.merged_adapters.pop(), sign=-1)
 
     def _add(self, name: str, sign: int) -> None:
         self.base.weight_params()[-1].add_(sign * self.get_delta_weight(name))
         if self.lora_bias[name]:
-            assert self.base.bias is not None  # `merge` looked
+            assert self.base.bias is not None  # `merge` checked it
             self.base.bias.add_(sign * self.scaling[name] * self.lora_B[name].bias)
 
 
 class PackedLoraLinear(QuantizedLoraLinear):
-    """LoRA over a packed layer. The adapter reads x as it is, also where the base quantizes it.
+    """LoRA over a packed layer. The adapter reads the unquantized x, even if the base quantizes it.
 
     Attributes:
-        requantize: the encode scale [1] under which merging may quantize W + scaling B A again;
-            None, as long as nobody asked for that, makes merging an error. `merge_packed` asks.
+        requantize: the encode scale [1] with which `merge` requantizes W + scaling B A; set by
+            `merge_packed`. If None, merging into a packed layer raises an error.
     """
 
     kind = "a packed layer"
@@ -181,10 +181,10 @@ class PackedLoraLinear(QuantizedLoraLinear):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Quantize W + scaling B A again, if `requantize` says how; merge into a dense layer.
+        """Requantize W + scaling B A under the scale `requantize`; merge into an unpacked layer.
 
         Raises:
-            ValueError: over a packed layer, unless `merge_packed` is what merges.
+            ValueError: the layer is packed and `requantize` is None.
         """
         base = self.get_base_layer()
         if not isinstance(base, PackedLinear):  # to_dense has unpacked it
@@ -214,10 +214,10 @@ class PackedLoraLinear(QuantizedLoraLinear):
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
-        """Take adapters out of a dense layer again.
+        """Subtract merged adapters from an unpacked layer.
 
         Raises:
-            ValueError: over a packed layer, whose codes do not tell what they were.
+            ValueError: the layer is packed, so the codes before the merge are lost.
         """
         if self.merged and isinstance(self.get_base_layer(), PackedLinear):
             raise ValueError(
@@ -232,10 +232,10 @@ _LAYERS = {MetisLayer: MetisLoraLinear, PackedLinear: PackedLoraLinear}
 
 @dataclass
 class MetisLoraConfig(LoraConfig):
-    """PEFT's LoRA config with the conversion of the base that the adapter was trained over.
+    """PEFT's LoRA config plus the MetisConfig of the base that the adapter was trained over.
 
-    Saved in `adapter_config.json`. Without metis_hf, PEFT warns of the unknown key `metis_config`
-    and runs the adapter over what it loads.
+    It is saved in `adapter_config.json`. Without metis_hf, PEFT warns about the unknown key
+    `metis_config` and runs the adapter over the base it loads.
     """
 
     metis_config: dict[str, Any] | None = field(
@@ -243,7 +243,7 @@ class MetisLoraConfig(LoraConfig):
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as a dict; adapters of plain models have PEFT's own keys alone."""
+        """Return the config as a dict, without `metis_config` if the base is plain."""
         values = super().to_dict()
         if values["metis_config"] is None:
             del values["metis_config"]
@@ -256,10 +256,10 @@ class MetisLoraModel(LoraModel):
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Put adapters on a model as PEFT does, on quantized layers too.
+        """Add adapters as PEFT does, to quantized layers too.
 
-        "all-linear" includes quantized layers, and experts that have become such. A plain base is
-        converted first if the adapter's config says that it was trained over a converted one.
+        "all-linear" includes quantized layers and converted experts. A plain base is converted
+        first if the adapter's config says that it was trained over a converted base.
         """
         config: Any = self.peft_config[adapter_name]
         recorded = getattr(config, "metis_config", None)
@@ -270,15 +270,15 @@ class MetisLoraModel(LoraModel):
             config = _recording(config, model)
             config._register_custom_module(_LAYERS)
             if isinstance(config.target_modules, str):
-                # Before PEFT sees it: for models whose experts transformers fuses, PEFT would turn
-                # it into names of fused parameters, which conversion has replaced by layers.
+                # Expand before PEFT does: for models with fused experts, PEFT would expand to names
+                # of fused parameters, which conversion has replaced with layers.
                 config.target_modules = _targets(config, model)
             self.peft_config[adapter_name] = config
         self._asked = names_of(config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
-        """Check names of experts, which PEFT has brought into their last form by now."""
+        """Check the names of experts; PEFT has rewritten them by now."""
         if _quantized_names(model):
             put_names_back(peft_config, self._asked, model)
             check_experts(peft_config, model)
@@ -286,7 +286,7 @@ class MetisLoraModel(LoraModel):
 
 
 def _recording(config: LoraConfig, model: nn.Module) -> LoraConfig:
-    """Return the adapter's config with the conversion of the base that it is trained over."""
+    """Return the adapter's config with the MetisConfig of its base, unless one is recorded."""
     converted = getattr(getattr(model, "config", None), "quantization_config", None)
     trained = config.inference_mode and getattr(config, "metis_config", None) is not None
     if trained:
@@ -309,7 +309,7 @@ def _recording(config: LoraConfig, model: nn.Module) -> LoraConfig:
 
 
 def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
-    """Make the base what the adapter was trained over, or warn that it is another."""
+    """Convert the base to the config the adapter was trained with, or warn of the difference."""
     first = next(metis_layers(model), None)
     if first is not None:
         current = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -334,7 +334,7 @@ def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
             stacklevel=3,
         )
         return
-    convert(model, trained, check_names=False)  # they were checked when the adapter's was
+    convert(model, trained, check_names=False)  # checked before training
     state = any(layer.state_names for _, layer in metis_layers(model))
     fresh = (
         " The state that the scheme keeps from training starts afresh, which changes results: to "
@@ -350,16 +350,16 @@ def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
 
 
 def _targets(config: LoraConfig, model: nn.Module) -> set[str]:
-    """Return the full names of the modules that "all-linear" or a regular expression means."""
+    """Return the full names of the modules that "all-linear" or a regular expression selects."""
     pattern = config.target_modules
     assert isinstance(pattern, str)
     if pattern.lower() != INCLUDE_LINEAR_LAYERS_SHORTHAND:
-        # An adapter that is loaded may be anyone's, and `re` can take minutes for its pattern.
+        # A loaded adapter is untrusted: `re` can take minutes on its pattern.
         matcher = name_pattern(pattern) if config.inference_mode else re.compile(pattern)
         return {name for name, _ in model.named_modules() if matcher.fullmatch(name)}
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     plain: Any = _maybe_include_all_linear_layers(copy(config), model)
-    # A layer that carries an adapter already is found by PEFT, by the name of the adapter's class.
+    # PEFT itself finds layers that already have an adapter, by the adapter's class name.
     return plain.target_modules | {
         name
         for name, layer in _quantized_names(model).items()
@@ -368,7 +368,7 @@ def _targets(config: LoraConfig, model: nn.Module) -> set[str]:
 
 
 def _quantized_names(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that PEFT does not know, by name."""
+    """Return the converted and packed layers by name; PEFT does not know them."""
     return {**dict(metis_layers(model)), **packed_layers(model)}
 
 

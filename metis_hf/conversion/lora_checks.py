@@ -1,4 +1,4 @@
-"""Refusals of adapters that ask for what a converted or packed base does not have."""
+"""Refusals of adapter configs that a converted or packed base cannot serve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metis_hf.layers.packed import packed_layers
 
 
 def check_saved(config: LoraConfig, model: nn.Module) -> None:
-    """Refuse packed layers in `modules_to_save`, which would be copied and never change."""
+    """Refuse packed layers in `modules_to_save`: PEFT would copy them and never train them."""
     saved = set(config.modules_to_save or ())
     for name in packed_layers(model):
         if saved & {*name.split("."), name}:
@@ -29,15 +29,15 @@ _NAMES = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"
 
 
 def names_of(config: LoraConfig) -> dict[str, Any]:
-    """Return the names of an adapter's config, before PEFT turns some into names of experts."""
+    """Return the module names in an adapter's config, before PEFT rewrites some for experts."""
     return {name: copy.copy(getattr(config, name)) for name in _NAMES}
 
 
 def put_names_back(config: LoraConfig, asked: dict[str, Any], model: nn.Module) -> None:
-    """Undo what PEFT did to full names of layers, such as "all-linear" becomes.
+    """Undo PEFT's rewrite of full layer names, such as those "all-linear" expands to.
 
-    Of a model type with fused experts it takes every `..gate_proj` for one of them, in dense layers
-    and shared experts too.
+    For model types with fused experts PEFT rewrites every `..gate_proj` to an expert parameter,
+    even in dense layers and shared experts.
     """
     targets = asked["target_modules"]
     if targets is None or isinstance(targets, str) or isinstance(config.target_modules, str):
@@ -49,12 +49,12 @@ def put_names_back(config: LoraConfig, asked: dict[str, Any], model: nn.Module) 
 
 
 def check_experts(config: LoraConfig, model: nn.Module) -> None:
-    """Refuse names of fused expert weights in whose place conversion has put layers.
+    """Refuse names of fused expert weights that conversion replaced with layers.
 
-    PEFT finds no parameter of the name, and leaves the experts without an adapter.
+    PEFT would find no such parameter and leave the experts without an adapter.
 
     Args:
-        config: with the names as PEFT looks for them: "w1" of a Mixtral is "gate_up_proj" by then.
+        config: with names as PEFT rewrote them: Mixtral's "w1" has become "gate_up_proj".
         model: the base.
     """
     replaced = [
@@ -67,7 +67,7 @@ def check_experts(config: LoraConfig, model: nn.Module) -> None:
     listed = set() if isinstance(config.target_modules, str) else {*(config.target_modules or ())}
     layers = {f"metis_{key}" for _, key in replaced}
     if any(layers.intersection(target.split(".")) for target in listed):
-        return  # it was made for such a base; what else it names PEFT may have added
+        return  # made for a converted base; PEFT may have added the other names
     named = {end for experts, key in replaced for end in ends(f"{experts}.{key}")}
     modules = {end for name, _ in model.named_modules() for end in ends(name)}
     asked = {

@@ -1,7 +1,7 @@
-"""Names that a config means: the rules of PEFT's `check_target_module_exists`, in bounded time.
+"""Name matching by the rules of PEFT's `check_target_module_exists`, in linear time.
 
-PEFT matches with `re`, which some patterns keep busy for ever; a config comes from other people's
-checkpoints, so RE2 matches here. The tests hold these rules to PEFT's own.
+PEFT matches with `re`, which takes exponential time on some patterns. A config may come from an
+untrusted checkpoint, so RE2 matches here. The tests compare these rules with PEFT's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EXCLUDED = ("in modules_to_not_convert", "excluded by exclude_modules")
 
 
 class NameRules:
-    """The verdict of `target_modules`, `exclude_modules` and the options beside them on names."""
+    """Decides by name whether `target_modules`, `exclude_modules` etc. select a module."""
 
     def __init__(self, config: MetisConfig) -> None:
         self._everything = config.target_modules == ALL_LINEAR
@@ -24,17 +24,17 @@ class NameRules:
         self._excluded = _Names(config.exclude_modules or ())
         self._kept = [containing_pattern(text) for text in config.modules_to_not_convert or ()]
         self._blocks = frozenset(config.layers_to_transform or ())
-        # The first number in a name, or the one behind the list of blocks that the config names.
+        # The block index: the first number in a name, or the number after `layers_pattern`.
         blocks = config.layers_pattern
         before = rf"(?:.*?\.)?{blocks}" if blocks else r".*?\.[^.]*"
         self._block = re.compile(rf"{before}\.(\d+)\.")
 
     def names(self, name: str) -> bool:
-        """Return whether an entry of a list (not a regular expression) names the module."""
+        """Return whether `target_modules` is a list and an entry names the module."""
         return self._targets.listed and self._targets.match(name)
 
     def names_in_full(self, name: str) -> bool:
-        """Return whether a list has the whole name; `layers_to_transform` does not apply to it."""
+        """Return whether the list has the full name; `layers_to_transform` then does not apply."""
         return self._targets.has(name)
 
     def why_not(self, name: str) -> str | None:
@@ -50,13 +50,13 @@ class NameRules:
         return None
 
     def block(self, name: str) -> int | None:
-        """Return the index of the block that a module lies in, as `layers_to_transform` counts."""
+        """Return the index of the block that contains a module, as `layers_to_transform` counts."""
         found = self._block.match(name)
         return int(found[1]) if found else None
 
 
 class _Names:
-    """A list of names and ends of names, or a regular expression for whole names."""
+    """A list of names and name suffixes, or a regular expression for full names."""
 
     def __init__(self, names: str | tuple[str, ...]) -> None:
         self.listed = not isinstance(names, str)
@@ -64,7 +64,7 @@ class _Names:
         self._pattern = name_pattern(names) if isinstance(names, str) else None
 
     def has(self, name: str) -> bool:
-        """Return whether the list has the name in full."""
+        """Return whether the list has the full name."""
         return name in self._names
 
     def match(self, name: str) -> bool:
@@ -74,6 +74,6 @@ class _Names:
 
 
 def ends(name: str) -> list[str]:
-    """Return a dotted name and what stands behind each of its dots."""
+    """Return a dotted name and all its dotted suffixes, longest first."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]

@@ -1,8 +1,8 @@
-"""Names of modules where another class loads a checkpoint than the one that saved it.
+"""Maps names when a checkpoint is loaded by a different class than the one that saved it.
 
-A model's base has its layers under a prefix in the classes with a head ("model.layers.0"), and
-without it by itself ("layers.0"). A config's patterns mean the names of the class that was
-converted, and say the same layers in both.
+Layers of the base have a prefix in classes with a head ("model.layers.0") and none in the base
+class ("layers.0"). A config's patterns use the names of the class that was converted; they must
+select the same layers in both.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from metis_hf.conversion.candidates import AS_THEY_ARE, Naming
 from metis_hf.conversion.select import select_modules
 from metis_hf.layers.experts import converted_names
 
-# Parts of tensors that the shards of a checkpoint have given so far: model -> name -> key ->
-# (pattern of transformers' converter, part).
+# Parts of tensors from the checkpoint shards read so far: model -> name -> key -> (pattern of
+# transformers' converter, part).
 _WAITING: MutableMapping[Any, dict[str, dict[str, tuple[str, Tensor]]]] = WeakKeyDictionary()
 
 
 def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Naming:
     """Find the names that a config uses for the modules of a model that is about to be loaded.
 
-    Names of the files come first. A name or pattern that then means nothing belongs to the other
-    class, for which the checkpoint was converted before it was saved again.
+    The names in the files are tried first. If the config's names and patterns do not all match, the
+    other naming is tried: the checkpoint was converted in the other class and saved again.
 
     Args:
         model: without weights.
         config: of the checkpoint.
-        files: of the checkpoint; only safetensors files are looked into.
+        files: of the checkpoint; only safetensors files are read.
     """
     prefix = model.base_model_prefix
     if not prefix:
@@ -49,23 +49,24 @@ def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Namin
     if _renamed(model, files):
         either.reverse()
     for naming in either:
-        with suppress(ValueError):  # a name means nothing
+        with suppress(ValueError):  # a name matches nothing
             select_modules(model, config, naming=naming)
             return naming
-    return either[0]  # a part without the head that the config names
+    return either[0]  # a submodel without the head that the config names
 
 
 def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint as a model has them; transformers may save them otherwise.
+    """Return a checkpoint's tensors under the model's names and in its layout.
 
-    `save_pretrained` renames tensors, and takes fused experts apart. A shard may have some of the
-    parts: they wait for the parts of the next calls. Where the model has layers for a weight
-    (`weights_in_layers`) no part waits: the last one found has the weight's name.
+    `save_pretrained` renames tensors and splits fused experts. If a shard has only some parts of a
+    tensor, the parts are kept until later calls complete the tensor. If the model has layers in
+    place of a fused weight (`weights_in_layers`), parts are not kept: the last part is returned
+    under the weight's name.
 
     Args:
         model: a transformers model.
-        tensors: of a checkpoint, or of a shard of it, by the names in its files; names of the model
-            stay.
+        tensors: of a checkpoint or one of its shards, by the names in the file; names that the
+            model has are left unchanged.
     """
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
@@ -78,7 +79,7 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     waiting = _WAITING.setdefault(model, {})
     in_layers = weights_in_layers(model)
     known = {**own, **dict.fromkeys(in_layers, True)}
-    for key in sorted(tensors, key=dot_natural_key):  # experts by their numbers
+    for key in sorted(tensors, key=dot_natural_key):  # experts in numeric order
         tensor = tensors[key]
         if key in own:
             found[key] = tensor
@@ -104,7 +105,7 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def weights_in_layers(model: Any) -> set[str]:
-    """Return the names of fused experts' weights in whose place a model has converted layers."""
+    """Return the names of fused expert weights that the model replaces with converted layers."""
     return {
         f"{name}.{key}".removeprefix(".")
         for name, module in model.named_modules()
@@ -115,10 +116,10 @@ def weights_in_layers(model: Any) -> set[str]:
 def _converted(
     converter: Any, name: str, model: Any, own: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Convert tensors; return nothing where some are still missing."""
+    """Convert tensors; return {} while parts are missing."""
     try:
         made = converter.convert(name, model=model, config=model.config)
-    except (RuntimeError, ValueError, IndexError):  # of a list that is not complete
+    except (RuntimeError, ValueError, IndexError):  # parts are missing
         return {}
     made = {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
     fits = all(key in own and own[key].shape == value.shape for key, value in made.items())
@@ -126,7 +127,7 @@ def _converted(
 
 
 def _renamed(model: Any, files: Iterable[str]) -> bool:
-    """Return whether transformers puts the prefix on the files' names, or takes it off."""
+    """Return whether transformers adds the base prefix to the files' names, or removes it."""
     from transformers.core_model_loading import rename_source_key
 
     mapping = _mapping(model)
@@ -143,8 +144,8 @@ def _renamed(model: Any, files: Iterable[str]) -> bool:
 
 
 def _mapping(model: Any, mapping: list[Any] | None = None) -> tuple[list[Any], list[Any]]:
-    """Return transformers' renamings and converters for the tensors of a model's checkpoints."""
-    # Not at the top: transformers' models import its quantizers, and these import us.
+    """Return transformers' (renamings, converters) for a model's checkpoint tensors."""
+    # Imported here: transformers' models import its quantizers, which import this package.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 

@@ -1,7 +1,7 @@
-"""Warning of a converted part whose owner is saved: the owner's config does not know of it.
+"""Warns when a converted submodel is saved as part of an owner whose config does not record it.
 
-The owner cannot be told at conversion, since a part knows nothing of it, and models of their own
-may share its config.
+Conversion cannot update the owner's config: a submodel does not know its owner, and other models
+may share that config.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# What PEFT, DDP, torch.compile and FSDP put in front of the names of a whole model.
+# Prefixes that PEFT, DDP, torch.compile and FSDP add to the names of a whole model.
 _WRAPPERS = re.compile(r"((base_model(\.model)?|module|_orig_mod|_fsdp_wrapped_module)\.)*")
 
 
 def watch_part(model: nn.Module) -> None:
-    """Let a converted model warn when it is saved as a part of another model."""
+    """Make a converted model warn when it is saved as part of another model."""
     model.register_state_dict_post_hook(_warn_of_owner)
 
 

@@ -1,4 +1,4 @@
-"""Refusals of models and layers that cannot be converted; nothing has been changed by then."""
+"""Checks before conversion: refuse models and layers that cannot be converted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEEPSPEED_MARKS = ("ds_id", "_hp_mapping")  # attributes of parameters: ZeRO-3; 
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that is converted, or in somebody else's hands, already."""
+    """Refuse a model that is already converted, quantized, wrapped, adapted or distributed."""
     if is_linear(model):
         raise ValueError(
             f"the model is one {type(model).__name__}, which cannot be replaced in place: put it "
@@ -72,13 +72,13 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_present(name: str, module: nn.Module, weight: Tensor, *, partly: bool) -> None:
-    """Refuse a layer whose weight is somewhere else.
+    """Refuse a layer whose weight is offloaded.
 
     Args:
         name: of the layer.
-        module: that has the weight.
+        module: that owns the weight.
         weight: of the layer.
-        partly: whether other parameters of the model are there.
+        partly: whether some parameters of the model are not on the meta device.
     """
     if offloaded(module) or (partly and weight.is_meta):
         raise ValueError(
@@ -92,7 +92,7 @@ def check_present(name: str, module: nn.Module, weight: Tensor, *, partly: bool)
 def check_layer(
     name: str, weight: Tensor, in_features: int, out_features: int, config: MetisConfig
 ) -> None:
-    """Refuse a rank, a backend or values with which a layer cannot be converted."""
+    """Refuse a layer if the rank is too large, the backend unavailable or the weight not finite."""
     scheme = build_scheme(config, in_features, out_features)
     kept = kept_directions(config, in_features, out_features)
     most = most_directions(in_features, out_features)
@@ -114,7 +114,7 @@ def check_layer(
 def check_tied(
     name: str, other: str, in_features: int, out_features: int, config: MetisConfig
 ) -> None:
-    """Refuse a scheme that would put factors in the place of a weight that another module reads."""
+    """Refuse a scheme that would store factors instead of a weight that another module shares."""
     if build_scheme(config, in_features, out_features).weight.is_split:
         raise ValueError(
             f"{name} shares its weight with {other}, and scheme {config.scheme!r} as it is "

@@ -1,10 +1,11 @@
 """Registers Metis with transformers and PEFT when they are imported, not when metis_hf is.
 
-Both look only into tables of their own (neither reads entry points), so somebody has to write into
-these before `from_pretrained` looks. Importing transformers' quantizers here, to write at once,
-takes 4 to 6 seconds of CPU time and PEFT 7, for every `metis-hf --help` and every process that only
-reads a config; `import metis_hf` itself takes .04. So a hook waits for these two modules, adds
-nothing to any other import, leaves both as their own loaders made them, and then removes itself.
+Both read only their own registries (neither reads entry points), so Metis must be in them before
+`from_pretrained` looks. Registering at once would import transformers' quantizers (4 to 6 seconds
+of CPU time) and PEFT (7 seconds) for every `metis-hf --help` and every process that only reads a
+config; `import metis_hf` itself takes .04 seconds. So an import hook waits for these two modules.
+It does not affect other imports, leaves both modules as their own loaders made them, and then
+removes itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Module of another package -> modules of ours that register themselves there when imported.
+# Module of another package -> metis_hf modules that register themselves there when imported.
 REGISTRARS = {
     "transformers.quantizers.auto": ("metis_hf.conversion.hub", "metis_hf.deploy.packed_loader"),
     "peft": ("metis_hf.conversion.lora",),
@@ -26,7 +27,7 @@ REGISTRARS = {
 
 
 def register_on_import() -> None:
-    """Register where the other package is imported already, else right after it will be."""
+    """Register with each package now if it is imported, else right after its import."""
     waiting = set()
     for name in REGISTRARS:
         if name in sys.modules:
@@ -38,17 +39,17 @@ def register_on_import() -> None:
 
 
 def _register(name: str) -> None:
-    """Import our modules for another package's; they may be on their way in already."""
+    """Import the metis_hf modules that register with the named module; warn on failure."""
     try:
         for registrar in REGISTRARS[name]:
             importlib.import_module(registrar)
     except ImportError as error:
-        # A version of the other package that we do not know must stay usable without us.
+        # An unsupported version of the other package must stay usable without metis_hf.
         warnings.warn(f"metis_hf could not register with {name}: {error}", stacklevel=2)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the awaited modules as other finders do, with a loader that registers afterwards."""
+    """Wraps the loaders of the awaited modules, so that they register afterwards."""
 
     def __init__(self, waiting: set[str]) -> None:
         self._waiting = waiting
@@ -59,7 +60,7 @@ class _Finder(MetaPathFinder):
         if fullname not in self._waiting:
             return None
         for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)  # finders of Python 3.3 may have none
+            find = getattr(finder, "find_spec", None)  # old-style finders may not have it
             spec = None if finder is self or find is None else find(fullname, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _Loader(spec.loader, self)
@@ -75,20 +76,20 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads a module with its own loader and tells the finder."""
+    """Loads a module with its own loader, then notifies the finder."""
 
     def __init__(self, loader: Loader, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # for those who look at the spec and do not import
+        return getattr(self._loader, name)  # for code that inspects the spec without importing
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__.loader = self._loader  # what others see is as ever
+        module.__spec__.loader = self._loader  # leave no trace for other code
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._finder.imported(module.__name__)

@@ -1,7 +1,7 @@
-"""Putting one module in the place of another: under all its names, with the hooks it had.
+"""Replaces a module under all its names, keeping its hooks.
 
-Also torch's fast path of encoder layers, which reads weights and calls no layer: off around
-converted layers.
+Also disables torch's fast path in encoder layers that contain converted layers: the fast path reads
+weights and does not call the layers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _HOOKS = (
 
 
 def replace_module(model: nn.Module, names: Iterable[str], new: nn.Module) -> None:
-    """Put a module in the place of the one that has these names, and move its hooks.
+    """Replace the module of these names and move its hooks to the new module.
 
-    Handles of the hooks stay valid: the new module takes the very dictionaries.
+    Hook handles stay valid: the new module takes over the same dictionaries.
 
     Args:
         model: changed in place.
-        names: all names of the module that is replaced.
+        names: all names of the replaced module.
         new: a module without hooks.
     """
     names = list(names)
@@ -54,7 +54,7 @@ def offloaded(module: nn.Module) -> bool:
 
 
 def leave_fast_path(model: nn.Module) -> None:
-    """Make torch's encoder layers call their converted layers in evaluation too."""
+    """Disable the fast path of torch's encoder layers that contain converted layers."""
     for module in _encoders(model):
         if isinstance(module, nn.TransformerEncoderLayer):
             module.register_forward_pre_hook(_leave_fast_path)
@@ -85,4 +85,4 @@ def _encoders(model: nn.Module) -> list[Any]:
 
 
 def _leave_fast_path(module: nn.Module, args: Any) -> None:
-    """Do nothing: the fast path is for layers without hooks."""
+    """Do nothing: torch skips the fast path for a layer with hooks."""

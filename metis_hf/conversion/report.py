@@ -1,4 +1,4 @@
-"""The report of a conversion: layers, coverage, and what stayed out and why."""
+"""The report of a conversion: converted layers, coverage, and skipped layers with reasons."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ class LayerReport:
         in_features: columns of the weight.
         out_features: rows of the weight.
         scheme: name of the scheme.
-        rank: directions of the weight's split, stored or made at each use; None: no split.
+        rank: directions of the weight's split, stored or computed at each use; None: no split.
         bits_per_weight: operand bits of the GEMM weight, low-rank part included.
-        error: max |represented - original| / max |original| at conversion; 0 for one stored matrix.
+        error: max |represented - original| / max |original| at conversion; 0 if the weight is
+            stored as one matrix.
         native: whether FP4 units compute its GEMMs.
-        emulated: why `backend="auto"` emulates it; None: it does not, or was not asked.
+        emulated: why `backend="auto"` emulates the layer; None: the layer is native, runs in high
+            precision, or has `backend="emulated"`.
     """
 
     name: str
@@ -44,7 +46,7 @@ class LayerReport:
 
     @property
     def params(self) -> int:
-        """Weights of the original layer."""
+        """Number of weights in the original layer."""
         return self.in_features * self.out_features
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,20 +56,20 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The outcome of get_metis_model; `print` it, or take `to_dict` for programs.
+    """The result of get_metis_model; `print` it, or use `to_dict` in programs.
 
     Attributes:
         scheme: name of the scheme.
-        layers: the converted ones; one for each expert of a fused layer.
+        layers: the converted layers; one for each expert of a fused layer.
         skipped: linear layers, and matrices of other modules, that stay in high precision, with the
             reason.
-        total_params: parameters of the model before conversion; tied ones count once.
-        flops_share: share of the multiplications with weights (linear layers, experts and output
-            head; attention scores not counted) that a token spends in converted layers.
-            Multiplications of `uncounted` are in neither part of it.
-        attention: the scheme of attention's products; None: they are as they were.
-        attention_modules: names of the attention modules that compute them in it.
-        uncounted: names of skipped parameters of which nobody knows how a token uses them.
+        total_params: parameters of the model before conversion; tied parameters count once.
+        flops_share: share of a token's multiplications with weights (linear layers, experts and
+            output head, without attention scores) that is in converted layers. The parameters in
+            `uncounted` are in neither numerator nor denominator.
+        attention: the scheme of the attention products; None: they are not converted.
+        attention_modules: names of the attention modules with converted products.
+        uncounted: names of skipped parameters whose use per token is unknown.
     """
 
     scheme: str
@@ -81,24 +83,24 @@ class ConversionReport:
 
     @property
     def converted_params(self) -> int:
-        """Weights, of the original model, whose GEMMs are quantized."""
+        """Number of the original model's weights whose GEMMs are quantized."""
         return sum(layer.params for layer in self.layers)
 
     @property
     def bits_per_weight(self) -> float:
-        """Mean over converted weights."""
+        """Mean `LayerReport.bits_per_weight` over converted weights."""
         bits = sum(layer.bits_per_weight * layer.params for layer in self.layers)
         return bits / self.converted_params
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Number of layers by rank, ascending; layers without a split left out."""
+        """Number of layers by rank, ascending; layers without a split are left out."""
         counts = Counter(layer.rank for layer in self.layers if layer.rank is not None)
         return dict(sorted(counts.items()))
 
     @property
     def other_schemes(self) -> dict[str, int]:
-        """Number of layers by scheme, where it is not the model's."""
+        """Number of layers by scheme, for schemes other than the model's."""
         return dict(Counter(x.scheme for x in self.layers if x.scheme != self.scheme))
 
     @property
@@ -138,8 +140,7 @@ class ConversionReport:
         """Return the report in a few lines.
 
         Args:
-            error: whether to say how well the split reproduced the weights, which is true of the
-                moment of conversion alone.
+            error: include the reconstruction error of the split, which holds only at conversion.
         """
         share = self.converted_params / max(self.total_params, 1)
         without = f" (without {len(self.uncounted)} unknown parameters)" if self.uncounted else ""
@@ -177,9 +178,10 @@ class ConversionReport:
 
 
 def count_params(model: nn.Module) -> int:
-    """Return the number of parameters; tied ones count once.
+    """Return the number of parameters; tied parameters count once.
 
-    On the meta device tied parameters are two until weights are loaded; transformers knows which.
+    On the meta device tied parameters stay separate until weights are loaded, so transformers' list
+    of tied names is used.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     names: set[str] = set()
@@ -193,18 +195,18 @@ def count_params(model: nn.Module) -> int:
 
 
 def gemm_weights(model: nn.Module) -> dict[str, float]:
-    """Return the multiplications that one token costs, by module name (experts: by weight).
+    """Return the number of multiplications per token, by module name (experts: by weight name).
 
-    An expert layer counts the experts that a token visits, also where transformers' experts
-    interface does not know it but its module says that there are as many (`num_experts`). Matrices
-    of other modules count once. Other parameters are not counted. Modules run once; a module that
-    is not used for every token (a decoder beside an encoder) counts as if it were.
+    Fused experts count for the number of experts that a token visits. Experts unknown to
+    transformers' interface count in the same way if all matrices of the module are 3-D and their
+    first dimension is its `num_experts`. Matrices of other modules count once; other parameters do
+    not count. Every module is assumed to run once per token, even a decoder next to an encoder.
     """
     cost: dict[str, float] = {}
     config = getattr(model, "config", None)
     for name, module in model.named_modules():
         if is_linear(module):
-            # Not the weight's: another library may store it in some other shape or name.
+            # Not the weight's shape: another library may store the weight in another shape or name.
             linear = isinstance(module, nn.Linear)
             sizes = (module.in_features, module.out_features) if linear else (module.nx, module.nf)
             cost[name] = float(sizes[0] * sizes[1])
@@ -216,7 +218,7 @@ def gemm_weights(model: nn.Module) -> dict[str, float]:
         else:
             matrices = dict(unknown_matrices(model, name, module))
             count = getattr(module, "num_experts", None)
-            # All of them: LongCat's differ, since some of its experts compute nothing.
+            # All must match: LongCat's do not, since some of its experts compute nothing.
             known = all(param.dim() == 3 and len(param) == count for param in matrices.values())
             for key, param in matrices.items():
                 if known:
@@ -228,7 +230,7 @@ def gemm_weights(model: nn.Module) -> dict[str, float]:
 
 
 def _config_around(model: nn.Module, name: str) -> object:
-    """Return the config of a module, or of the innermost one around it that has any."""
+    """Return the config of a module, or of its innermost ancestor with one."""
     config = getattr(model.get_submodule(name), "config", None)
     if config is None and name:
         return _config_around(model, name.rpartition(".")[0])
@@ -236,9 +238,9 @@ def _config_around(model: nn.Module, name: str) -> object:
 
 
 def experts_per_token(config: object) -> int:
-    """Return the number of experts that a token visits in a layer; 1 if the config is silent.
+    """Return the number of experts that a token visits in a layer; 1 if the config has none.
 
-    Of a config that has a number for each layer, the mean.
+    If the config has one number per layer, return the rounded mean.
     """
     for name in (
         "num_experts_per_tok",
@@ -250,6 +252,6 @@ def experts_per_token(config: object) -> int:
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
-        if isinstance(value, list | tuple) and value:  # one for each layer
+        if isinstance(value, list | tuple) and value:  # one per layer
             return round(sum(value) / len(value))
     return 1

@@ -1,7 +1,7 @@
-"""Selection of a model's modules by a config, with reasons for leaving out the others.
+"""Selects the modules of a model to convert, and gives reasons for leaving out the others.
 
-What could be converted is in `candidates`, what names mean in `matching`. A module that is
-registered in several places has several names, and the config may mean it by any.
+`candidates` finds convertible modules; `matching` matches names. A module that is registered in
+several places has several names, and the config may use any of them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _NO_LINEAR = (
 
 @dataclass(frozen=True)
 class Selection:
-    """The modules to convert, and those that stay in high precision with the reason.
+    """The modules to convert, and the modules that stay in high precision, with the reason.
 
     Attributes:
         linears: names of nn.Linear and Conv1D modules to convert.
         experts: names of fused expert weights to convert.
-        skipped: linear layers and expert weights that stay, with the reason.
-        tied: the `linears` that share their weight, with the name of the other module.
-        called: the names by which the config means each of them, the name of the first place first.
+        skipped: names of the other linear layers and matrices -> reason.
+        tied: names of `linears` that share their weight -> name of the other module.
+        called: selected name -> the names that the config may use, first registered name first.
     """
 
     linears: tuple[str, ...]
@@ -43,7 +43,7 @@ class Selection:
     called: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def config_of(self, name: str, config: MetisConfig) -> MetisConfig:
-        """Return the config of a selected layer, with the patterns for any of its names applied."""
+        """Return the config of a selected layer; a pattern may match any of its names."""
         return config_for(self.called[name], config)
 
 
@@ -58,14 +58,14 @@ def select_modules(
 
     Args:
         model: any module.
-        config: whose names are applied.
-        check_names: refuse names and patterns that match nothing. A checkpoint's were checked when
-            its model was converted, and part of it may be loaded, without the head that they name.
+        config: the selection to apply.
+        check_names: refuse names and patterns that match nothing. Off for checkpoints: their names
+            were checked at conversion, and a submodel may be loaded without the head they name.
         naming: how the config names the modules.
 
     Raises:
-        ValueError: nothing matched; a target is not a linear layer; a pattern or name of the config
-            matches nothing.
+        ValueError: no layer is selected; a target is not a linear layer; a pattern or name of the
+            config matches nothing.
     """
     candidates, skipped = find_candidates(model, config, naming)
     if not candidates:
@@ -125,7 +125,7 @@ def select_modules(
 
 
 def _verdict(rules: NameRules, called: tuple[str, ...]) -> str | None:
-    """Return the reason why the config does not select a module of these names; None: it does."""
+    """Return why the config does not select a module with these names; None: it does."""
     reasons = [rules.why_not(name) for name in called]
     for reason in reasons:
         if reason in EXCLUDED:
@@ -140,7 +140,7 @@ def _check_targets(
     candidates: list[str],
     skipped: dict[str, str],
 ) -> None:
-    """Refuse names in the config's other lists that mean nothing in this model."""
+    """Refuse names in target_modules and modules_to_not_convert that match nothing."""
     if not isinstance(config.target_modules, str):
         known = _all_ends(candidates)
         for target in config.target_modules:
@@ -170,7 +170,7 @@ def _check_targets(
 def _check_excluded(
     model: nn.Module, config: MetisConfig, modules: set[str], layers: set[str], selected: list[str]
 ) -> None:
-    """Refuse entries of exclude_modules that mean nothing, or only what holds selected layers."""
+    """Refuse entries of exclude_modules that match nothing, or only parents of selected layers."""
     pattern = config.exclude_modules
     named: dict[str, set[str]] = {}
     if isinstance(pattern, str):
@@ -207,7 +207,7 @@ def _all_ends(names: Iterable[str]) -> set[str]:
 def _check_layers(
     model: nn.Module, config: MetisConfig, rules: NameRules, candidates: list[str]
 ) -> None:
-    """Refuse indices in layers_to_transform that reach no target; PEFT ignores them."""
+    """Refuse indices in layers_to_transform whose block has no target; PEFT ignores them."""
     blocks = {name: rules.block(name) for name in candidates if rules.names(name)}
     for index in config.layers_to_transform or ():
         if index in blocks.values() or any(map(rules.names_in_full, candidates)):
@@ -240,7 +240,7 @@ def _check_blocks(model: nn.Module, config: MetisConfig, candidates: Iterable[st
 
 
 def _check_patterns(config: MetisConfig, selected: list[str]) -> None:
-    """Refuse a pattern that decides nothing: a typo, or hidden by an earlier one."""
+    """Refuse a pattern that applies to no layer: a typo, or shadowed by an earlier pattern."""
     for option in ("rank_pattern", "scheme_pattern"):
         patterns = getattr(config, option)
         used = {matching_pattern(patterns, name) for name in selected}
@@ -257,7 +257,7 @@ def _suffixes(names: Iterable[str]) -> list[str]:
 
 
 def _tied_weights(model: nn.Module) -> dict[str, str]:
-    """Return modules whose weight is another module's Parameter: name -> the other's name."""
+    """Return modules that share their weight Parameter: name -> name of the other module."""
     owners: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -267,7 +267,7 @@ def _tied_weights(model: nn.Module) -> dict[str, str]:
         other = owners.setdefault(id(weight), name)
         if other != name:
             tied[name], tied[other] = other, name
-    # On the meta device tied parameters are not shared yet; transformers knows which will be.
+    # On the meta device tied parameters are not shared yet; transformers lists those that will be.
     modules = dict(model.named_modules(remove_duplicate=False))
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         target, source = target.removesuffix(".weight"), source.removesuffix(".weight")
@@ -294,8 +294,8 @@ def _kept_block(model: nn.Module, name: str, config: MetisConfig) -> str | None:
 
 
 def _block(model: nn.Module, name: str) -> tuple[int, int] | None:
-    """Return (number of the block that a layer is in, blocks); None: it is in no list of them."""
-    # The outermost ModuleList counts, and where there is none, the outermost Sequential.
+    """Return (index of the layer's block, number of blocks); None: it is not in a block list."""
+    # The outermost ModuleList counts; without one, the outermost Sequential.
     for kind in (nn.ModuleList, nn.Sequential):
         for match in re.finditer(r"(?:^|\.)(\d+)(?=\.)", name):
             blocks = model.get_submodule(name[: match.start()])

@@ -1,8 +1,8 @@
 """Text and tokens: chunked tokens, chat files, documents of files, the embedded corpus.
 
-`recipes/prepare_data.py` writes chunked tokens (`chunked`) of documents that `documents` reads and
-`perplexity` scores. `chat` reads the texts of a fine-tuning. The corpus for demos and tests is
-`corpus`.
+`recipes/prepare_data.py` reads documents (`documents`), scores them (`perplexity`) and writes
+chunked tokens (`chunked`). `chat` reads data for fine-tuning, `shards` tokenizes text folders in
+memory, and `corpus` is the corpus for demos and tests.
 """
 
 from metis_hf.data.chunked import load_chunked

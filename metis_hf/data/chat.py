@@ -1,9 +1,9 @@
-"""Conversations and texts for fine-tuning: read, put into a model's chat template, chunked.
+"""Reads conversations and texts for fine-tuning, applies a chat template, and chunks the tokens.
 
-One JSON object a line: {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}, in a
-file that ends in .jsonl, .ndjson or .json. Any other file is one text, whose last tokens are held
-out. Sequences are chunked without padding: documents follow each other, each with the end token
-behind it, and are cut at full length.
+A file that ends in .jsonl, .ndjson or .json has one JSON object per line: {"messages": [{"role":
+..., "content": ...}, ...]} or {"text": ...}. Any other file is one text, whose last tokens are held
+out. Sequences have no padding: documents are concatenated (with an end token after each JSON text)
+and cut to equal lengths.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 
 _KEYS = ("messages", "text")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
-_PIECE = 1 << 16  # characters of a text that are tokenized at a time, or more
-_WASTE = 0.25  # of all tokens: what whole held-out documents may leave unused
+_PIECE = 1 << 16  # least characters of a text that are tokenized at once
+_WASTE = 0.25  # largest share of tokens left unused by whole held-out documents
 
 
 def is_json_lines(path: Path) -> bool:
-    """Return whether a file's name says that each of its lines is a JSON object."""
+    """Return whether a file's suffix says that each line is a JSON object."""
     return path.suffix.lower() in _JSON_LINES
 
 
 def read_documents(path: Path) -> list[dict[str, Any]]:
-    """Return the conversations and texts of a file, in their order; errors as of `read_tokens`."""
+    """Return the conversations and texts of a file, in order; raises as `read_tokens` does."""
     return [document for _, document in _numbered(path)]
 
 
 def read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the token ids of each conversation or text of a file, in their order.
+    """Yield the token ids of each conversation or text of a file, in order.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a line that is no such object; its number is named. Nothing in the file, bytes
-            that are not UTF-8, half a character, or such objects in a file that is a text by its
-            name. A conversation that the chat template does not take; or as `tokens_of`.
+        ValueError: a line is not a valid object (the message has its number); the file is empty,
+            not UTF-8, has a lone surrogate, or has JSON objects although its suffix says text; the
+            chat template rejects a conversation; or as in `tokens_of`.
     """
     for number, document in _numbered(path):
         try:
             ids = tokens_of(document, tokenizer)
-        except (TemplateError, TypeError) as error:  # of the template's own code
+        except (TemplateError, TypeError) as error:  # raised by the template's code
             raise ValueError(
                 f"{path}, line {number}: the chat template of {tokenizer.name_or_path} does not "
                 f"take the conversation ({error}); mend the line, or remove it"
@@ -60,7 +60,7 @@ def read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list
 
 
 def _numbered(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the documents of a file and the lines of JSON that they stand in, from 1."""
+    """Return (number, document) pairs of a file, numbered from 1 by JSON line or piece."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; give JSON lines of messages or text")
     content = utf8_text(path, "utf-8-sig")
@@ -69,7 +69,7 @@ def _numbered(path: Path) -> list[tuple[int, dict[str, Any]]]:
         pieces = enumerate(_pieces(content), 1)
         documents = [(n, {"text": piece, "goes_on": True}) for n, piece in pieces]
     else:
-        # Not splitlines, which ends a line at characters that JSON strings may hold.
+        # Not splitlines, which also splits at characters that JSON strings may contain.
         lines = enumerate(content.split("\n"), 1)
         documents = [(n, _document(path, n, line)) for n, line in lines if line.strip()]
     if not documents:
@@ -78,9 +78,9 @@ def _numbered(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut a text behind some of its paragraphs, or of its lines where it has no blank ones.
+    """Split a text after paragraphs, or after lines if it has no blank lines.
 
-    Tokens depend on what is beside them, so pieces are as long as tokenizers take well.
+    Each piece has at least `_PIECE` characters, except the last: few cuts change few tokens.
     """
     end = "\n\n" if "\n\n" in text.strip() else "\n"
     pieces, begin = [], 0
@@ -93,7 +93,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def refuse_objects(path: Path, content: str) -> None:
-    """Refuse JSON lines in a file whose name says that it is a text."""
+    """Refuse JSON lines in a file whose suffix says that it is a text."""
     try:
         found = json.loads(content.lstrip().split("\n", 1)[0])
     except (ValueError, RecursionError):
@@ -106,7 +106,7 @@ def refuse_objects(path: Path, content: str) -> None:
 
 
 def refuse_surrogates(path: Path, number: int, found: Any) -> None:
-    """Refuse what a line of JSON holds if half a character, cut from its other half, is in it."""
+    """Refuse a JSON line that contains a lone surrogate."""
     try:
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -120,7 +120,7 @@ def refuse_surrogates(path: Path, number: int, found: Any) -> None:
 def _document(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError) as error:  # an integer of too many digits too
+    except (ValueError, RecursionError) as error:  # also an integer of too many digits
         raise ValueError(
             f"{path}, line {number}, is not JSON: {error}. Each line is one whole object"
         ) from None
@@ -142,10 +142,10 @@ def _document(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def tokens_of(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a document, with the end token; of a conversation by its template.
+    """Return the token ids of a text plus the end token, or of a conversation by its template.
 
     Raises:
-        ValueError: a conversation, and a tokenizer without a chat template.
+        ValueError: the document is a conversation and the tokenizer has no chat template.
     """
     if "messages" in document:
         if not tokenizer.chat_template:
@@ -162,14 +162,14 @@ def tokens_of(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def equal_rows(documents: Iterable[Sequence[int]], length: int) -> Iterator[list[int]]:
-    """Yield sequences of `length` tokens of documents that follow each other; the rest is left."""
+    """Yield sequences of `length` tokens from the concatenated documents; drop the tail."""
     held: list[int] = []
     for document in documents:
         held.extend(document)
         whole = len(held) - len(held) % length
         for start in range(0, whole, length):
             yield held[start : start + length]
-        del held[:whole]  # once a document: what is behind moves up
+        del held[:whole]  # once per document: deletion moves the remaining tokens
 
 
 def first_sequences(
@@ -178,14 +178,14 @@ def first_sequences(
     """Return the first sequences of a file, token ids [n length] with 1 <= n <= count.
 
     Args:
-        path: see above.
+        path: as in `read_tokens`.
         tokenizer: of the model.
-        length: tokens of a sequence.
-        count: at most so many; no more of the file is tokenized.
+        length: tokens per sequence.
+        count: most sequences; the file is tokenized only as far as needed.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a damaged line, conversations without a chat template, or not one sequence.
+        ValueError: as in `read_tokens`, or the file has fewer than `length` tokens.
     """
     rows = list(islice(equal_rows(read_tokens(path, tokenizer), length), count))
     if not rows:
@@ -197,12 +197,12 @@ def first_sequences(
 
 
 def check_vocabulary(rows: Tensor, vocabulary: int, model: str | Path) -> None:
-    """Raise ValueError if there are token ids that a model does not embed.
+    """Raise ValueError if token ids exceed the vocabulary of a model.
 
     Args:
         rows: token ids [n length].
-        vocabulary: of the model.
-        model: where the model and the tokenizer came from, for the message.
+        vocabulary: size of the model's vocabulary.
+        model: path or hub name of the model and tokenizer, for the message.
     """
     if int(rows.max()) >= vocabulary:
         raise ValueError(
@@ -214,15 +214,15 @@ def check_vocabulary(rows: Tensor, vocabulary: int, model: str | Path) -> None:
 def chunked_sequences(
     path: Path, tokenizer: PreTrainedTokenizerBase, length: int, held_out: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the sequences of a file: to train on, and held out.
+    """Return the training and held-out sequences of a file.
 
-    Documents from the end of the file are held out whole, as many as fill `held_out` sequences; of
-    a text its last tokens.
+    Whole documents are held out from the end of the file, enough to fill `held_out` sequences; from
+    a text, its last tokens.
 
     Args:
-        path: see above.
+        path: as in `read_tokens`.
         tokenizer: of the model.
-        length: tokens of a sequence.
+        length: tokens per sequence.
         held_out: sequences to hold out, at least 1.
 
     Returns:
@@ -230,8 +230,8 @@ def chunked_sequences(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a damaged line, conversations without a chat template, too little text, or held
-            out documents so long that much of them would be used for nothing.
+        ValueError: as in `read_tokens`; there is too little text; or the held-out documents are so
+            long that more than a quarter of all tokens would be unused.
     """
     documents = list(read_tokens(path, tokenizer))
     total, wanted = sum(map(len, documents)), held_out * length

@@ -1,7 +1,7 @@
-"""The output format: chunked sequences in parquet shards, `meta.json`, and how to load them.
+"""Chunked sequences in parquet shards: format, loading and writing.
 
 A directory holds `shard-00000.parquet`, ... with one column `input_ids`, a fixed-size list of
-int32, and `meta.json`, which is written last: a directory that has it is finished.
+int32, and `meta.json`, which is written last: a directory with `meta.json` is complete.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ META = "meta.json"
 ARGUMENTS = "arguments.json"
 TOKENIZER = "tokenizer"  # a copy of the tokenizer
 REQUIRED = ("tokenizer", "seq_len", "num_sequences", "num_tokens", "vocab_size", "eos_token_id")
-_ROW_GROUP = 1024  # sequences: what a streaming reader holds at a time
+_ROW_GROUP = 1024  # sequences that a streaming reader holds in memory
 
 
 def load_chunked(directory: str | Path, *, vocab_size: int | None = None) -> datasets.Dataset:
-    """Return the chunked sequences that `prepare` wrote.
+    """Return the chunked sequences that `recipes/prepare_data.py` wrote.
 
-    The first load converts the shards to datasets' Arrow cache, which needs their size again
-    (`HF_DATASETS_CACHE` says where); later loads map that cache.
+    The first load converts the shards to datasets' Arrow cache (in `HF_DATASETS_CACHE`), which
+    takes as much disk space again; later loads memory-map the cache.
 
     Args:
         directory: `output_dir` of the preparation, or its `validation` folder.
-        vocab_size: Size of the model's embedding, if token ids are to be checked against it.
+        vocab_size: Size of the model's embedding, to check token ids against; None: no check.
 
     Returns:
         A dataset in torch format with one column, `input_ids`: int64 `[seq_len]` per row.
 
     Raises:
         FileNotFoundError: If there is no chunked dataset, or its preparation is not finished.
-        ValueError: If the files are not what `meta.json` says, or the tokenizer's vocabulary is
-            larger than the model's.
+        ValueError: If the files do not match `meta.json`, or the tokenizer's vocabulary is larger
+            than the model's.
     """
     import datasets
 
     shards = _shards(Path(directory), vocab_size)
-    # A path is taken for a pattern.
+    # datasets takes paths for glob patterns.
     dataset = datasets.Dataset.from_parquet([glob.escape(str(shard)) for shard in shards])
     return dataset.with_format("torch")
 
 
 def load_tokens(directory: str | Path, *, vocab_size: int | None = None) -> torch.Tensor:
-    """Return chunked sequences in memory, without the package datasets: int32 `[n, seq_len]`.
+    """Return chunked sequences as an int32 tensor `[n, seq_len]`, without the package datasets.
 
-    Args and errors are as in `load_chunked`.
+    Arguments and errors are as in `load_chunked`.
     """
     import pyarrow.parquet as pq
 
@@ -67,7 +67,7 @@ def load_tokens(directory: str | Path, *, vocab_size: int | None = None) -> torc
 
 
 def causal_batch(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return sequences as a batch; labels are the inputs, which causal models shift themselves."""
+    """Collate sequences to a batch; labels equal the inputs, since causal models shift them."""
     ids = torch.stack([row["input_ids"] for row in rows]).long()
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -146,10 +146,10 @@ def write_shards(
     """Cut a stream of tokens into sequences and write the shards that do not exist yet.
 
     Args:
-        directory: Where the shards go.
-        pieces: `pieces(i)` are the tokens of piece i of the stream, int32 `[counts[i]]`.
+        directory: Directory of the shards.
+        pieces: `pieces(i)` returns the tokens of piece i of the stream, int32 `[counts[i]]`.
         counts: Tokens per piece.
-        seq_len: Tokens per sequence; a tail that fills none is dropped.
+        seq_len: Tokens per sequence; an incomplete last sequence is dropped.
         sequences_per_shard: Sequences per file.
         progress: Called with the number of sequences of each finished shard.
 
@@ -171,7 +171,7 @@ def write_shards(
 
 
 class _Stream:
-    """Random access to the concatenation of pieces; the piece last read stays in memory."""
+    """Random access to the concatenation of pieces; the last piece read stays in memory."""
 
     def __init__(self, pieces: Callable[[int], np.ndarray], counts: list[int]) -> None:
         self.pieces = pieces

@@ -1,7 +1,7 @@
 """A training corpus that every Python installation already has: its standard library.
 
-Here: finding the documents, splitting them by path so that every machine agrees, training a
-byte-level BPE tokenizer on them, and cutting token ids into equal sequences. Nothing is downloaded.
+Finds the documents, splits them by path, so that the split is the same on every machine, trains a
+byte-level BPE tokenizer, and cuts token ids into equal sequences. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-MIN_CHARACTERS = 200  # below this a file is an empty package marker or a stub
-TABLE_CHARACTERS = 4000  # a shorter file cannot hold enough table to matter
+MIN_CHARACTERS = 200  # shorter files are empty package markers or stubs
+TABLE_CHARACTERS = 4000  # shorter files cannot hold a large table
 TABLE_FRACTION = 0.6  # codec maps, entity and topic tables: 0.7 to 1.0; code: below 0.55
 BYTE_ALPHABET = 256
 
 _EXCLUDED_PARTS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _EXCLUDED_PREFIXES = ("lib2to3/tests/data/",)
 _NOT_LETTERS = dict.fromkeys(map(ord, string.digits + string.punctuation))
-_ENCODE_BATCH = 64  # documents per tokenizer call: parallel, yet `max_tokens` stops early
+_ENCODE_BATCH = 64  # documents per tokenizer call: enough to parallelize, few past `max_tokens`
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text and the name that decides its split.
+    """A text and its path, which determines the split.
 
     Attributes:
         path: Posix path relative to the corpus root, e.g. `"json/decoder.py"`.
@@ -52,11 +52,11 @@ class Splits(NamedTuple):
 
 
 def stdlib_documents() -> list[Document]:
-    """Return every readable source file of the interpreter's standard library, not generated.
+    """Return the source files of the interpreter's standard library, except stubs and tables.
 
     Returns:
-        Documents sorted by the sha256 of their path: a shuffle that is the same everywhere. Some
-        distributions ship without the `test` package; the corpus is then less than half as large.
+        Documents sorted by the sha256 of their path, a reproducible shuffle. Some distributions
+        ship without the `test` package; the corpus is then less than half as large.
 
     Raises:
         ValueError: If the standard library has no source files (a zipped or frozen interpreter).
@@ -69,7 +69,7 @@ def stdlib_documents() -> list[Document]:
             continue
         try:
             text = file.read_bytes().decode("utf-8").replace("\r\n", "\n")
-        except (OSError, UnicodeDecodeError):  # test data: unreadable or badly encoded on purpose
+        except (OSError, UnicodeDecodeError):  # test data, unreadable or badly encoded on purpose
             continue
         if len(text) >= MIN_CHARACTERS and not _is_table(text):
             documents.append(Document(path, text))
@@ -86,9 +86,9 @@ def split_documents(
 ) -> Splits:
     """Assign every document to a split by the hash of its path.
 
-    A file lands in the same split on every machine, whatever else is present. Of documents that are
+    The split of a file does not depend on the machine or on other files. Of documents that are
     equal up to whitespace, digits and punctuation only one is kept, so that no held-out text
-    appears in `train` (the codec wrappers, for one, differ in a number only).
+    appears in `train` (codec wrappers, for example, differ only in a number).
 
     Args:
         documents: Any documents; their order does not matter.
@@ -131,10 +131,11 @@ def train_tokenizer(
     Args:
         documents: Training texts, read in order until `max_chars` characters.
         vocab_size: Number of tokens, specials and bytes included. A very small corpus gives fewer.
-        max_chars: How much text to learn merges from.
+        max_chars: Characters to learn merges from.
 
     Raises:
-        ValueError: If there is no text, or no room for the 256 bytes and the special token.
+        ValueError: If there is no text, or `vocab_size` is below 257 (256 bytes and the special
+            token).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -187,7 +188,7 @@ def chunk(
         does not fill a row is dropped.
 
     Raises:
-        ValueError: If the tokenizer has no end-of-text token or not one row can be filled.
+        ValueError: If the tokenizer has no end-of-text token or the tokens do not fill one row.
     """
     import datasets
     import numpy as np
@@ -231,13 +232,13 @@ def _order(document: Document) -> str:
 
 
 def _path_fraction(path: str) -> float:
-    """Return a number in [0, 1) from the path, independent of the order of `stdlib_documents`."""
+    """Return a hash of the path in [0, 1), independent of the order of `stdlib_documents`."""
     digest = hashlib.sha256(f"split:{path}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def _is_table(text: str) -> bool:
-    """Return whether most lines are literals: generated tables teach a language model nothing."""
+    """Return whether most lines are literals, as in generated tables."""
     if len(text) < TABLE_CHARACTERS:
         return False
     lines = [line.lstrip() for line in text.splitlines() if line.strip()]

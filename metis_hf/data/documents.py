@@ -1,6 +1,6 @@
-"""Documents of local files and of datasets on the hub: a stream of bytes that can go on.
+"""Documents of local files and of hub datasets as resumable streams of bytes.
 
-Bytes and not text, so that a reader drops and counts what is no text instead of ending its run.
+They are bytes, not text, so that the reader can drop and count invalid text instead of failing.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def open_files(
     """Open local files at their beginning, as a stream of Arrow tables with one column.
 
     Args:
-        patterns: paths and glob patterns of .jsonl, .txt (also packed) or .parquet files.
-        text_column: of the rows that hold the text; not used for .txt.
+        patterns: paths and glob patterns of .jsonl, .txt (also compressed) or .parquet files.
+        text_column: column or key of the text; not used for .txt.
 
     Returns:
-        (stream, key of the text where each document is a line of JSON, else None).
+        (stream, key of the text if each document is a JSON line, else None).
 
     Raises:
         FileNotFoundError: a path does not exist or a pattern matches nothing.
-        ValueError: names of unknown or different kinds, damaged files, or no such text column.
+        ValueError: unknown or mixed file types, damaged files, or no such text column.
     """
     import datasets
     import pyarrow as pa
@@ -47,7 +47,7 @@ def open_files(
     paths = local_files(patterns)
     kind = _kind(paths[0])
     if kind == "parquet":
-        filled = []  # datasets does not read parts without rows
+        filled = []  # datasets cannot read files without rows
         for path in paths:
             try:
                 filled += [glob.escape(path)] if pq.read_metadata(path).num_rows else []
@@ -75,7 +75,7 @@ def text_of(stream: datasets.IterableDataset, column: str, where: str) -> datase
     """Return one column of a streamed dataset, as Arrow tables.
 
     Raises:
-        ValueError: there is no row or no such column, or it holds no text; `where` is named.
+        ValueError: there are no rows, or no such column, or the column does not hold text.
     """
     import pyarrow as pa
 
@@ -86,12 +86,12 @@ def text_of(stream: datasets.IterableDataset, column: str, where: str) -> datase
     kind = first.schema.field(column).type
     if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         raise ValueError(f"column {column!r} holds {kind}, not text")
-    # Other columns may differ from file to file, which would end the run.
+    # Other columns may differ between files, which would raise an error.
     return stream.select_columns([column]).with_format("arrow")
 
 
 def local_files(patterns: Sequence[str]) -> list[str]:
-    """Return the files that paths and glob patterns name, each once; see `open_files`."""
+    """Return the files that match paths and glob patterns, without duplicates; see `open_files`."""
     paths: list[str] = []
     for pattern in patterns:
         found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -125,7 +125,7 @@ def _kind(path: str) -> str:
 def _open_zst(path: str, mode: str) -> io.BufferedReader:
     import pyarrow as pa
 
-    # zstandard's own reader takes a file that was cut short for whole.
+    # zstandard's own reader does not detect truncated files.
     return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path), "zstd"))
 
 
@@ -148,7 +148,7 @@ def _read(paths: list[str], by_line: bool) -> Iterator[dict[str, bytes]]:
                     yield {"document": file.read().replace(b"\r\n", b"\n")}
         except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
             if getattr(error, "errno", None) is not None:
-                raise  # the disk's error, which names the file
+                raise  # an I/O error, which names the file
             raise ValueError(
                 f"--files {path} is damaged or cut short ({error}); make or copy it again"
             ) from None

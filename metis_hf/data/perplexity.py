@@ -15,19 +15,18 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 class Scorer:
-    """A reference model that measures `log perplexity`.
+    """A reference model that measures log perplexity.
 
-    Each text is preceded by the beginning-of-text token (or end-of-text, if the tokenizer has no
-    other), so that its first token is predicted, too. On CUDA the model runs in bf16, on CPU in
-    fp32.
+    Each text is preceded by the beginning-of-text token (or end-of-text, if there is none), so that
+    its first token is predicted too. The model runs in bf16 on CUDA and in fp32 on the CPU.
 
     Args:
         name: Path or hub name of a causal language model and its tokenizer.
-        tokens: A text is scored on at most this many first tokens.
+        tokens: Texts are truncated to this many tokens.
         batch_size: Texts per forward pass.
 
     Raises:
-        ValueError: As `check_reference`.
+        FileNotFoundError, ValueError: As in `check_reference`.
     """
 
     def __init__(self, name: str, tokens: int, batch_size: int) -> None:
@@ -44,16 +43,16 @@ class Scorer:
         self.prefix = prefix_token(self.tokenizer, model.config, name, "--reference-model")
 
     def score(self, texts: Sequence[str]) -> np.ndarray:
-        """Return nats per token, the mean negative log-likelihood; perplexity is its exponential.
+        """Return the mean negative log-likelihood in nats per token, the log of the perplexity.
 
         Returns:
             float64 `[len(texts)]`; NaN for a text that has no tokens under the reference.
 
         Raises:
-            ValueError: If the model gives a loss that is not finite.
+            ValueError: If a loss is not finite.
         """
         encoded = self._encode(texts)
-        order = sorted(range(len(texts)), key=lambda i: len(encoded[i]))  # stable: little padding
+        order = sorted(range(len(texts)), key=lambda i: len(encoded[i]))  # less padding
         scores = np.full(len(texts), np.nan)
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
@@ -83,7 +82,7 @@ class Scorer:
         import torch
 
         longest = max(map(len, batch))
-        # Padded on the right: under causal attention no real token sees it.
+        # Padded on the right: under causal attention no real token sees the padding.
         rows = [[self.prefix, *ids] + [self.prefix] * (longest - len(ids)) for ids in batch]
         mask = [[1] * (1 + len(ids)) + [0] * (longest - len(ids)) for ids in batch]
         with torch.inference_mode():
@@ -93,7 +92,7 @@ class Scorer:
                 use_cache=False,
             ).logits  # [b 1+t v]
             return [
-                # One text at a time: the fp32 copy of all logits would not fit beside them.
+                # One text at a time: an fp32 copy of all logits would take too much memory.
                 torch.nn.functional.cross_entropy(
                     logits[i, : len(ids)].float(), torch.tensor(ids, device=self.device)
                 ).item()
@@ -102,7 +101,7 @@ class Scorer:
 
 
 def device_type() -> str:
-    """Return where the reference model runs: `"cuda"` if there is one, else `"cpu"`."""
+    """Return the device type of the reference model: `"cuda"` if available, else `"cpu"`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,8 +112,8 @@ def check_reference(name: str, tokens: int) -> None:
 
     Raises:
         FileNotFoundError: `name` is a directory without weights.
-        ValueError: `tokens` tokens and a prefix do not fit its context, its tokenizer has neither a
-            bos_token nor an eos_token, or gives tokens that the model does not embed.
+        ValueError: `tokens` plus a prefix token exceed the context; the tokenizer has neither a
+            bos_token nor an eos_token, or its ids exceed the model's vocabulary.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -137,17 +136,17 @@ def check_reference(name: str, tokens: int) -> None:
 def prefix_token(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str, option: str
 ) -> int:
-    """Return the token that is put before a text: BOS, or EOS if there is no other.
+    """Return the token to put before a text: BOS, or EOS if there is no BOS.
 
     Args:
         tokenizer: of the model.
         config: of the model.
-        name: of both, for people.
-        option: of the command line that chooses another tokenizer.
+        name: of model and tokenizer, for the message.
+        option: of the command line that chooses another tokenizer, for the message.
 
     Raises:
-        ValueError: the tokenizer has neither, or gives tokens (added ones aside) that the model
-            does not embed.
+        ValueError: the tokenizer has neither, or its ids (without added tokens) exceed the model's
+            vocabulary.
     """
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if prefix is None:

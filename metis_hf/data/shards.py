@@ -1,6 +1,6 @@
-"""Plain text in memory, tokenized on the spot by all cores: a folder of .txt and .txt.xz files.
+"""Tokenizes a folder of .txt and .txt.xz files in memory, in parallel threads.
 
-Without the package datasets. Files whose name begins with "val" are held out. A text may hold
+The package datasets is not needed. Files whose names begin with "val" are held out. A text may hold
 several documents with `<|endoftext|>` between them.
 """
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 HELD_OUT = "val"
 SUFFIXES = (".txt", ".txt.xz")
-_PIECE = 200_000  # characters that one thread tokenizes at a time
-_LEARNED = 8_000_000  # characters that the tokenizer is trained on
+_PIECE = 200_000  # characters that a thread tokenizes at a time
+_LEARNED = 8_000_000  # most characters to train the tokenizer on
 
 
 class Streams(NamedTuple):
-    """Token ids [n], uint16: to train on, and held out."""
+    """Token ids [n], uint16, for training and held out."""
 
     train: np.ndarray
     held_out: np.ndarray
 
 
 def text_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of a folder to train on, and the held-out ones, by name.
+    """Return (training files, held-out files) of a folder, sorted by name.
 
     Raises:
-        FileNotFoundError: one of the two is empty.
+        FileNotFoundError: one of the two lists is empty.
     """
     files = [file for file in sorted(folder.glob("*")) if _is_text(file)]
     held_out = [file for file in files if file.name.startswith(HELD_OUT)]
@@ -63,7 +63,7 @@ def read_text(path: Path) -> str:
     """Return the text of a file.
 
     Raises:
-        ValueError: it is not UTF-8, or a packed file is damaged.
+        ValueError: the file is not UTF-8, or a compressed file is damaged.
     """
     try:
         raw = path.read_bytes()
@@ -81,12 +81,12 @@ def read_text(path: Path) -> str:
 
 
 def is_text_folder(path: Path) -> bool:
-    """Return whether a directory holds text files, and no tokens that were made of text."""
+    """Return whether a directory holds text files and is not a chunked dataset."""
     return path.is_dir() and not (path / META).exists() and any(map(_is_text, path.glob("*")))
 
 
 def documents(files: Iterable[Path]) -> Iterator[Document]:
-    """Read the documents of text files, one file at a time; errors as of `read_text`."""
+    """Yield the documents of text files, one file at a time; raises as `read_text` does."""
     for file in files:
         for number, text in enumerate(read_text(file).split(END_OF_TEXT)):
             if text.strip():
@@ -96,16 +96,16 @@ def documents(files: Iterable[Path]) -> Iterator[Document]:
 def tokenize_folder(
     folder: Path, vocab_size: int, *, tokens: int, characters: int | None = None
 ) -> Streams:
-    """Train a byte-level BPE tokenizer on the first file of a folder, and return all tokens.
+    """Train a byte-level BPE tokenizer on a folder's first training file, and tokenize the folder.
 
     Args:
         folder: see `text_files`.
         vocab_size: of the tokenizer, at most 65,536.
-        tokens: to train on; no file is read after these.
-        characters: of each file, at most; None takes all.
+        tokens: most training tokens; reading stops after these, also in the held-out files.
+        characters: most characters of each file; None: all.
 
     Raises:
-        FileNotFoundError, ValueError: as `text_files` and `read_text`.
+        FileNotFoundError, ValueError: as in `text_files` and `read_text`.
     """
     files = text_files(folder)
     train, held_out = ((read_text(file)[:characters] for file in part) for part in files)
@@ -113,7 +113,7 @@ def tokenize_folder(
 
 
 def tokenize_embedded(vocab_size: int, *, tokens: int) -> Streams:
-    """Do as `tokenize_folder` with sources of Python's standard library, some of them held out."""
+    """Tokenize the sources of Python's standard library, some held out, like `tokenize_folder`."""
     splits = split_documents(stdlib_documents())
     train, held_out = ((d.text for d in part) for part in (splits.train, splits.validation))
     return _streams(train, held_out, vocab_size, tokens)
@@ -132,11 +132,11 @@ def _streams(
 
 
 def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, most: int) -> np.ndarray:
-    """Return the tokens of texts one after the other, each with an end, up to `most` or more."""
+    """Return the tokens of texts, each with an end token; stop reading once there are `most`."""
     backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
 
     def ids(piece: str) -> np.ndarray:
-        (found,) = backend.encode_batch([piece], add_special_tokens=False)  # no lock is held
+        (found,) = backend.encode_batch([piece], add_special_tokens=False)  # releases the GIL
         return np.asarray(found.ids, dtype=np.uint16)
 
     parts: list[np.ndarray] = []

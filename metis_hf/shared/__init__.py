@@ -1,1 +1,1 @@
-"""Helpers that know nothing of quantization: records on disk, progress, HTML pages."""
+"""Helpers independent of quantization: records, checkpoints, locks, messages, processes."""

@@ -1,7 +1,7 @@
-"""Whole and damaged checkpoints of a Trainer's output directory.
+"""Finds complete and damaged checkpoints in a Trainer's output directory.
 
-A process that is killed while it saves leaves a directory that lacks its last files or holds one
-cut short. Only what is cheap is looked at: names, sizes, headers, JSON; no tensor is read.
+A process that is killed while saving leaves a directory with missing or truncated files. Only cheap
+checks are done, of names, sizes, headers and JSON; no tensor is read.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from safetensors import SafetensorError, safe_open
 from metis_hf.shared.messages import some
 from metis_hf.shared.records import read_json
 
-STATE_FILE = "trainer_state.json"  # written last, when everything else of a checkpoint is on disk
+STATE_FILE = "trainer_state.json"  # written last, after all other files of a checkpoint
 _PREFIX = "checkpoint-"
 _ARGUMENTS = "training_args.bin"
-# In the name of a file (optimizer.pt, optimizer.bin under FSDP) or of a directory of parts.
+# In the name of a file (optimizer.pt, optimizer.bin under FSDP) or a directory of shards.
 _OPTIMIZER = "optimizer"
-_DEEPSPEED = "global_step"  # begins the name of a directory
+_DEEPSPEED = "global_step"  # prefix of a directory's name
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
-# Endings of names of files that are read; a log may lie elsewhere.
+# Suffixes of files that are read; other files, such as logs, may be links.
 _READ = (
     ".json",
     ".safetensors",
@@ -39,8 +39,8 @@ _READ = (
     ".codes",
     "additional_chat_templates",
 )
-_LAYERS = 1000  # of a config that is believed without a look at the weights
-_ZIP = b"PK"  # begins what torch.save writes
+_LAYERS = 1000  # a config with up to this many layers is not checked against the weights
+_ZIP = b"PK"  # first bytes of torch.save's files
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +48,16 @@ logger = logging.getLogger(__name__)
 def last_checkpoint(
     output_dir: str | Path, damage: Callable[[Path], str | None] | None = None
 ) -> str | None:
-    """Return the newest whole checkpoint of a Trainer's output directory, or None without one.
+    """Return the newest complete checkpoint in a Trainer's output directory, or None.
 
-    `resume_from_checkpoint=True` would choose the newest directory and fail on a half-written one:
-    `trainer.train(resume_from_checkpoint=last_checkpoint(output_dir))` starts from the one before.
-    A warning names each newer directory that is passed over, and the reason.
+    `resume_from_checkpoint=True` takes the newest directory and fails if it is incomplete;
+    `trainer.train(resume_from_checkpoint=last_checkpoint(output_dir))` falls back to the previous
+    checkpoint. A warning names each newer directory that is skipped, with the reason.
 
     Args:
         output_dir: directory that holds `checkpoint-<step>`.
-        damage: returns why a checkpoint will not do, or None; default: `checkpoint_damage`, which
-            asks for all that training resumes from.
+        damage: returns why a checkpoint is unusable, or None; default: `checkpoint_damage`, which
+            checks everything that training resumes from.
     """
     passed = []
     chosen = None
@@ -84,16 +84,16 @@ def newest_first(output_dir: Path) -> list[Path]:
 
 
 def checkpoint_damage(directory: Path) -> str | None:
-    """Name the damage of a checkpoint that Trainer resumes from; None if it is whole."""
+    """Describe the damage of a Trainer checkpoint; None if it is complete."""
     entries = sorted(directory.iterdir())
     reason = state_damage(directory) or model_damage(directory) or _file_damage(entries)
     if reason is not None:
         return reason
-    if any(path.name.startswith(_DEEPSPEED) for path in entries):  # its engine's state, all of it
+    if any(path.name.startswith(_DEEPSPEED) for path in entries):  # has the optimizer and scheduler
         return None
     optimizer = any(_OPTIMIZER in path.name for path in entries)
     scheduler = (directory / "scheduler.pt").is_file()
-    if optimizer == scheduler:  # neither, where only the model was to be saved
+    if optimizer == scheduler:  # both, or neither (save_only_model)
         return None
     return "no scheduler.pt" if optimizer else "no optimizer.pt"
 
@@ -105,7 +105,7 @@ def state_damage(directory: Path) -> str | None:
 
 
 def model_damage(directory: Path) -> str | None:
-    """Name what is missing or cut short in a saved model's directory; None if it is whole."""
+    """Describe missing or truncated files in a saved model's directory; None if it is complete."""
     weights = [path for path in sorted(directory.iterdir()) if _may_hold_weights(path)]
     if not weights:
         return "no weights"
@@ -114,7 +114,7 @@ def model_damage(directory: Path) -> str | None:
     return damage or _missing_shard(directory) or depth_damage(directory)
 
 
-# Of models in config.json; none is negative, and of the first no model has 0.
+# Sizes in config.json; none may be negative, and the first group may not be 0.
 _NEVER_ZERO = ("vocab_size", "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head",
                "num_heads")  # fmt: skip
 _SIZES = (*_NEVER_ZERO, "intermediate_size", "n_inner", "d_ff", "num_hidden_layers", "n_layer",
@@ -123,14 +123,14 @@ _SIZES = (*_NEVER_ZERO, "intermediate_size", "n_inner", "d_ff", "num_hidden_laye
 
 
 def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
-    """Refuse sizes in a model's config that no model has.
+    """Refuse impossible sizes in a model's config.
 
     Args:
         config: contents of config.json.
-        where: they are from, for messages.
+        where: path of the config, for the message.
 
     Raises:
-        ValueError: a size that is negative, or 0 where that is no size.
+        ValueError: a size is negative, or 0 although it must be positive.
     """
     parts = (config, *(config.get(key) for key in ("text_config", "decoder", "encoder")))
     for part in parts:
@@ -143,7 +143,7 @@ def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
 
 
 def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
-    """Load a model whose parameters are all in the files; transformers would make the others up.
+    """Load a model, and refuse missing parameters, which transformers would initialize randomly.
 
     Args:
         cls: a class of transformers' models, or an auto class.
@@ -151,7 +151,7 @@ def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
         options: for `from_pretrained`.
 
     Raises:
-        ValueError: files that are missing or cut short, or that lack parameters of the class.
+        ValueError: files are missing or truncated, or parameters of the class are missing.
     """
     directory = Path(path, options.get("subfolder") or "")
     if directory.is_dir() and (reason := model_damage(directory)) is not None:
@@ -170,17 +170,17 @@ def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
 
 
 def refuse_links(directory: str | Path, below: str | Path | None = None) -> None:
-    """Refuse links out of a directory in place of a model's files, which somebody may have sent.
+    """Refuse files of a model that are links to outside its directory.
 
-    What they point to would be read, and written into what is made of the model. Links into the
-    cache of the hub stay, of which a model there consists.
+    The directory may be untrusted; the target of a link would be read and copied to derived models.
+    Links to the hub cache are allowed: cached models consist of them.
 
     Args:
         directory: with the files.
-        below: a directory that `directory` belongs to; links between the two are refused too.
+        below: a parent of `directory` to which links must stay inside; default: `directory`.
 
     Raises:
-        ValueError: such a link, which is named.
+        ValueError: there is such a link; the message names it.
     """
     directory = Path(directory)
     paths = [directory, *directory.glob("additional_chat_templates/*")]
@@ -190,7 +190,7 @@ def refuse_links(directory: str | Path, below: str | Path | None = None) -> None
 
 
 def refuse_link(path: Path, directory: Path) -> None:
-    """Refuse one link out of a directory; see `refuse_links`.
+    """Refuse a path that links to outside a directory; see `refuse_links`.
 
     Raises:
         ValueError: the path is such a link.
@@ -213,7 +213,7 @@ def _file_damage(paths: Iterable[Path]) -> str | None:
 
 
 def _missing_shard(directory: Path) -> str | None:
-    """Return which part of a model that is saved in several files is missing, or None."""
+    """Return the missing shard or index of a sharded model, as a message; None if complete."""
     names = {path.name for path in directory.iterdir()}
     indices = _indices(directory)
     kind = _weights_kind(directory)
@@ -231,7 +231,7 @@ def _missing_shard(directory: Path) -> str | None:
 
 
 def depth_damage(directory: Path) -> str | None:
-    """Return why the config is of another model, by its layers; building them takes minutes."""
+    """Return why the config has more layers than the weights support, or None; see `_LAYERS`."""
     file = directory / "config.json"
     config = read_json(file) if file.is_file() else {}
     parts = [config, *config.values()] if isinstance(config, dict) else []
@@ -255,21 +255,21 @@ def depth_damage(directory: Path) -> str | None:
 
 
 def _indices(directory: Path) -> list[Path]:
-    """Return the indices of the weights that transformers loads, of all that lie there."""
+    """Return the index files of the weights that transformers would load."""
     return sorted(directory.glob(f"*{_weights_kind(directory)}.index.json"))
 
 
 def _weights_kind(directory: Path) -> str:
-    """Return the ending of the weights that transformers loads: safetensors where there are any."""
+    """Return the suffix of the weights that transformers loads: .safetensors if there are any."""
     found = any(directory.glob("*.safetensors")) or any(directory.glob("*.safetensors.index.json"))
     return ".safetensors" if found else ".bin"
 
 
 def file_damage(path: Path) -> str | None:
-    """Return why a file of a checkpoint cannot be read; None for a whole file or another kind."""
+    """Return why a checkpoint file cannot be read; None if it can, or for other file types."""
     try:
         if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt"):  # compares the header with the file's length
+            with safe_open(path, framework="pt"):  # checks the header against the file size
                 return None
         if path.suffix == ".json":
             read_json(path)
@@ -285,13 +285,13 @@ def file_damage(path: Path) -> str | None:
 def _torch_file_damage(path: Path) -> str | None:
     with open(path, "rb") as file:
         start = file.read(len(_ZIP))
-    # The directory of a zip file stands at its end. Other files are of a format that has no length.
+    # A zip file ends with its directory. The legacy format does not record its length.
     whole = zipfile.is_zipfile(path) if start == _ZIP else len(start) == len(_ZIP)
     return None if whole else f"{path.name} is cut short"
 
 
 def _may_hold_weights(path: Path) -> bool:
-    """Return whether an entry of a checkpoint may hold weights, sharded ones in a directory too."""
+    """Return whether a file or directory in a checkpoint may hold weights."""
     if _OPTIMIZER in path.name:
         return False
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""The device that a command runs on."""
+"""Selection of the device that a command runs on."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import re
 
 import torch
 
-# Subspaces and rotations are made in fp64, and block scales round to float8_e4m3fn.
+# Subspaces and rotations are computed in fp64, and block scales are rounded to float8_e4m3fn.
 _LACKS = {"mps": "it has no fp64 and no float8"}
 
 
 def lacks(device: torch.device) -> str | None:
-    """Return the reason why a kind of device cannot compute schemes; None if there is none."""
+    """Return why a device type cannot compute schemes; None if it can."""
     return _LACKS.get(device.type)
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of a name; without one the machine's accelerator, else the CPU.
-
-    An accelerator that cannot compute schemes does not count.
+    """Return the named device; None: the accelerator if it can compute schemes, else the CPU.
 
     Raises:
-        ValueError: torch knows no such device, this machine has none that torch can use, or it
-            cannot compute schemes.
+        ValueError: torch does not know the device or cannot use it here, or it cannot compute
+            schemes.
     """
     if name is None:
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -31,8 +29,8 @@ def device_of(name: str | None) -> torch.device:
         device = torch.device(name)
         if reason := lacks(device):
             raise RuntimeError(reason)
-        torch.zeros(1, device=device).cpu()  # fails where torch knows of a device it cannot use
-    except (RuntimeError, AssertionError, ImportError) as error:  # by backend
+        torch.zeros(1, device=device).cpu()  # fails if torch cannot use the device
+    except (RuntimeError, AssertionError, ImportError) as error:  # depends on the backend
         reason = re.split(r"\.\s|\n", str(error).strip())[0]
         raise ValueError(
             f"device={name!r} cannot be used here ({reason}); choose cpu, or leave it out to take "

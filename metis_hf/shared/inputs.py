@@ -1,4 +1,4 @@
-"""Digests of values and files that an experiment reads."""
+"""Digests of the values and files that an experiment reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 INPUTS_FILE = "inputs.json"
-_SAMPLES, _BLOCK = 16, 1 << 16  # of a file: blocks that are read, and the bytes of each
+_SAMPLES, _BLOCK = 16, 1 << 16  # blocks read per file, bytes per block
 
 
 def digest(*parts: Any) -> str:
@@ -18,18 +18,17 @@ def digest(*parts: Any) -> str:
 
 
 def digest_of_path(path: Path) -> str:
-    """Return a digest of a file, or of all files under a directory: names, sizes, samples of bytes.
+    """Return a digest of a file, or of all files under a directory: names, sizes, byte samples.
 
-    Of a file of more than a megabyte 16 evenly spaced blocks of 64 KiB are read, so that a model or
-    a corpus of many gigabytes takes no time. Hidden files and caches, of datasets and of Python,
-    are left out.
+    At most 16 evenly spaced blocks of 64 KiB are read per file, so that models and corpora of many
+    gigabytes are fast. Hidden files and the caches of datasets and Python are left out.
     """
     root = path if path.is_dir() else path.parent
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     digest = hashlib.sha256()
     for file in files:
         name = file.relative_to(root)
-        # Python writes the last of them when something in a folder is imported.
+        # Importing a module in the folder creates __pycache__.
         hidden = any(part.startswith((".", "cache-", "__pycache__")) for part in name.parts)
         if file.is_file() and not hidden:
             size = file.stat().st_size

@@ -1,4 +1,4 @@
-"""Locks of directories and of parts of them, which end with their process."""
+"""File locks for directories and parts of directories, released when their process ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def hold_directory(directory: str | Path, option: str = "--out") -> AbstractContextManager[None]:
-    """Hold a directory, which is made if missing, while the block runs; see `hold`."""
+    """Hold the lock of a directory, created if missing, while the block runs; see `hold`."""
     return hold(Path(directory) / LOCK_FILE, option=option)
 
 
@@ -29,17 +29,17 @@ def hold(
 ) -> Iterator[None]:
     """Hold a lock file while the block runs.
 
-    The operating system ends the lock with its process. Processes that this one starts, forked ones
-    too, do not hold it. A file beside the lock names the holder.
+    The operating system releases the lock when the process ends. Child processes, including forks,
+    do not hold the lock. A JSON file next to the lock file names the holder.
 
     Args:
         path: the lock, `DIRECTORY/.lock` for a directory and `DIRECTORY/.NAME.lock` for a part.
-        seconds: to wait for another holder.
-        option: of the command line, which chooses another directory.
-        what: is held, for messages; None: the directory or part that the lock is named for.
+        seconds: timeout to wait for another holder.
+        option: of the command line that chooses another directory, for the message.
+        what: the locked path, for the message; None: derived from the lock's name.
 
     Raises:
-        ValueError: another process holds it; the message names that process.
+        ValueError: another process holds the lock (the message names it), or the lock is a link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
@@ -51,7 +51,7 @@ def hold(
         except OSError as error:
             if isinstance(error, filelock.Timeout) or error.errno not in _NO_LOCKS:
                 raise
-            # A network file system without locks: the lock is then a file that exists.
+            # A network file system without locks: the existence of a file serves as the lock.
             lock = filelock.SoftFileLock(f"{path}.soft", timeout=seconds)
             lock.acquire()
     except filelock.Timeout:
@@ -62,7 +62,7 @@ def hold(
         write_json(holder, {"pid": process, "host": socket.gethostname(), "since": since})
         yield
     finally:
-        if os.getpid() == process:  # a fork that leaves the block gives nothing back
+        if os.getpid() == process:  # a fork that leaves the block does not hold the lock
             holder.unlink(missing_ok=True)
         lock.release()
 
@@ -72,7 +72,7 @@ def _refusal(path: Path, lock: Path, option: str, what: Path | None) -> str:
         holder = read_json(_holder_file(path))
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         elsewhere = holder["host"] != socket.gethostname()
-    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and is about to write
+    except (OSError, ValueError, KeyError, TypeError):  # the holder has not written the file yet
         who, elsewhere = "another process", False
     if what is None and path.name == LOCK_FILE:
         what = path.parent

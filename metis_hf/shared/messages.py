@@ -1,8 +1,8 @@
-"""Error messages: the values that they show, and one line instead of a traceback.
+"""Error messages: formatting of values, and one-line errors instead of tracebacks.
 
-Errors that a user can mend are `MENDABLE`; a command prints them in one line. Any other is a bug of
-ours, with a traceback. What software trips over in files that somebody sent is no bug of ours:
-`reading` makes it mendable, and names the file or directory.
+Commands print `MENDABLE` errors, which a user can fix, in one line. Other errors are bugs and keep
+their traceback. Errors that other libraries raise on damaged files are not bugs: `reading` converts
+them to a ValueError that names the file or directory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MENDABLE = (ValueError, OSError, NotImplementedError, ImportError)
-_LONGEST = 2000  # characters of a message
+_LONGEST = 2000  # most characters of a message
 
 
 class _Shown(reprlib.Repr):
-    """Cuts what is long or deep: a value that is refused may come from a broken file."""
+    """Shortens long or deeply nested values: refused values may come from a broken file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,20 +34,20 @@ _SHOWN = _Shown()
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value, shortened where it is long or deeply nested."""
+    """Return the repr of a value, shortened if it is long or deeply nested."""
     return _SHOWN.repr(value)
 
 
 def some(names: Sequence[str], most: int = 4) -> str:
-    """Return the first names in a line, and how many more there are."""
+    """Return the first names in one line, and the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error, which may quote a file, as one line that a terminal prints.
+    """Return the message of an error as one line that is safe to print on a terminal.
 
-    Control characters become escapes, and what is very long is cut.
+    Control characters, which a quoted file may contain, become escapes; long messages are cut.
     """
     lines = (line.strip() for line in str(error).splitlines())
     text = " ".join(line for line in lines if line)
@@ -57,13 +57,13 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def reading(what: str | Path) -> Iterator[None]:
-    """Refuse in one line what other software cannot read in a model or a record.
+    """Convert errors that are not `MENDABLE` to ValueError; for reading models and records.
 
     Args:
-        what: is read, a path or a name on the hub.
+        what: a path or hub name, for the message.
 
     Raises:
-        ValueError: the block raised what is not mendable; the message has `what` and the error.
+        ValueError: the block raised an error that is not `MENDABLE`, other than out of memory.
     """
     try:
         yield
@@ -71,9 +71,9 @@ def reading(what: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         kind = type(error).__name__
-        if kind == "OutOfMemoryError":  # of a device, whose message says what is in use
+        if kind == "OutOfMemoryError":  # its message reports the memory in use
             raise
-        if kind == "UnpicklingError":  # torch's message names the way to run the code
+        if kind == "UnpicklingError":  # torch's message tells how to run the code
             raise ValueError(
                 f"{what} holds Python objects beside tensors, which could run code, and is not "
                 "read; ask for the weights as safetensors"
@@ -86,7 +86,7 @@ def reading(what: str | Path) -> Iterator[None]:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the program with one line where the block, before any training, refuses what is asked."""
+    """Exit with status 2 and a one-line message if the block raises an error of these types."""
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:

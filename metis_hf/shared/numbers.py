@@ -1,4 +1,4 @@
-"""Numbers for people: three digits and a unit."""
+"""Human-readable numbers: three digits and a unit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def short_number(count: float) -> str:
 
 
 def gib(value: float) -> str:
-    """Return bytes in GiB, as devices are sold; MiB below one of them."""
+    """Return a number of bytes in GiB, or in MiB below 1 GiB."""
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
 def _scaled(value: float, prefixes: tuple[str, ...]) -> tuple[str, str]:
-    """Return three digits and their prefix: of 999,600, which is rounded first, 1 and M."""
+    """Return (three digits, prefix) after rounding: 999,600 gives ("1", "M")."""
     rounded = float(f"{value:.3g}")
     step = max(i for i in range(len(prefixes)) if i == 0 or abs(rounded) >= 1000**i)
     return f"{rounded / 1000**step:.3g}", prefixes[step]

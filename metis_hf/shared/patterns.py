@@ -1,7 +1,8 @@
-"""Regular expressions for names of modules, matched in linear time.
+"""Regular expressions for module names, matched in linear time.
 
-A pattern may come from anyone's config.json, and `re` can take minutes for one ("(a+)+$"). RE2
-cannot, and it answers as `re` does. It has no look-arounds and no back-references.
+A pattern may come from an untrusted config.json, and `re` can take minutes on patterns such as
+"(a+)+$". RE2 takes linear time and gives the same matches, but does not support look-arounds and
+back-references.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import re2
 
-MAX_LENGTH = 2_000  # characters of a pattern: some thirty names of modules
+MAX_LENGTH = 2_000  # characters of a pattern: about thirty module names
 _OPTIONS = re2.Options()
 _OPTIONS.log_errors = False
 
@@ -24,17 +25,17 @@ def name_pattern(text: str, before: str = "", after: str = "") -> Any:
 
     Args:
         text: the pattern.
-        before: trusted pattern in front of it.
-        after: trusted pattern behind it.
+        before: trusted pattern to prepend.
+        after: trusted pattern to append.
 
     Raises:
-        ValueError: not a regular expression, one of more than `MAX_LENGTH` characters, or one that
-            RE2 does not support.
+        ValueError: `text` is not a regular expression, has more than `MAX_LENGTH` characters, or is
+            not supported by RE2.
     """
     if len(text) > MAX_LENGTH:
         raise ValueError(f"it has {len(text):,} characters; at most {MAX_LENGTH:,} are allowed")
     try:
-        re.compile(text)  # says what is wrong in the words that people know
+        re.compile(text)  # its error messages are more familiar than RE2's
     except (re.error, OverflowError) as error:
         raise ValueError(str(error)) from None
     except RecursionError:
@@ -52,19 +53,19 @@ def name_pattern(text: str, before: str = "", after: str = "") -> Any:
 
 
 def matching_pattern(patterns: Iterable[str], name: str) -> str | None:
-    """Return the first pattern for a module name, by PEFT's rule: it fits the name's end."""
+    """Return the first pattern that matches the end of a module name, as in PEFT, or None."""
     return next((text for text in patterns if ending_pattern(text).match(name)), None)
 
 
 def ending_pattern(text: str) -> Any:
-    """Return the compiled form of a key of `rank_pattern`, as PEFT writes it."""
+    """Return the compiled form of a key of `rank_pattern`, by PEFT's rule."""
     return name_pattern(text, before=r"(.*\.)?(", after=")$")
 
 
 def containing_pattern(text: str) -> Any:
     """Return the compiled form of an entry of `modules_to_not_convert`.
 
-    Each alternative is bounded on both sides: "a|b" means ["a", "b"]. In PEFT's `modules_to_save`
-    one side of each is open, and most of the second alternatives match nothing.
+    Each alternative is anchored on both sides: "a|b" means ["a", "b"]. In PEFT's `modules_to_save`
+    the first and last alternative are each anchored on one side only.
     """
     return name_pattern(text, before=r"(^|.*\.)(?:", after=r")($|\..*)")

@@ -1,4 +1,4 @@
-"""Processes that end together: a parent that hears SIGTERM, and children that outlive no parent."""
+"""Clean termination: a parent that handles SIGTERM, and children that end with their parent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 _STDIN = 0
-_SECONDS = 10  # that a process may take to end before it is killed
+_SECONDS = 10  # before a terminated process is killed
 
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit in the block, so that what is under way is cleaned up.
+    """Make SIGTERM raise SystemExit in the block, so that cleanup code runs.
 
-    The first does; those that follow change nothing, since `timeout` and schedulers send one to
-    the process and another to its group, and the second would break off the cleaning up. Signals
-    reach the main thread only: elsewhere the block runs as it is.
+    Later SIGTERMs are ignored: `timeout` and schedulers send one to the process and one to its
+    group, and the second would interrupt the cleanup. Outside the main thread, which alone can
+    handle signals, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,19 +35,19 @@ def sigterm_raises() -> Iterator[None]:
 
 def _exit(number: int, frame: FrameType | None) -> None:
     signal.signal(number, _go_on)
-    raise SystemExit(128 + number)  # as a shell says it
+    raise SystemExit(128 + number)  # exit status of shells
 
 
 def _go_on(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Unlike SIG_IGN, a handler is not what processes started later inherit."""
+    """Do nothing; unlike SIG_IGN, child processes do not inherit a handler."""
 
 
 def end_with_parent() -> None:
-    """End this process as soon as the one that started it has ended, however that came.
+    """End this process as soon as the process that started it has ended, for any reason.
 
-    Standard input must be a pipe that the parent keeps open and never writes to: its end says that
-    the parent is gone, to the processes that a launcher starts in between too. A launcher may give
-    its processes another standard input; then nothing is watched.
+    Standard input must be a pipe that the parent keeps open: end of file means that the parent has
+    ended, also for processes started by a launcher in between. If standard input is not a pipe,
+    the parent is not watched.
     """
     with suppress(OSError):  # closed
         if stat.S_ISFIFO(os.fstat(_STDIN).st_mode):
@@ -58,11 +58,11 @@ def _wait_for_the_end() -> None:
     with suppress(OSError):
         while os.read(_STDIN, 1):
             pass
-    os._exit(1)  # no cleaning up: checkpoints are found whole or passed over
+    os._exit(1)  # no cleanup: incomplete checkpoints are skipped later
 
 
 class Children:
-    """Processes at work that several threads start and one ends; standard input is a pipe."""
+    """Running processes, started by several threads and ended by one; standard input is a pipe."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -70,19 +70,19 @@ class Children:
         self._processes: set[subprocess.Popen] = set()
 
     def add(self, child: subprocess.Popen) -> None:
-        """Count a process among them; it is ended at once where the others were."""
+        """Add a process; terminate it at once if `end` was called before."""
         with self._lock:
             self._processes.add(child)
             if self.ended:
                 _begin_end(child)
 
     def discard(self, child: subprocess.Popen) -> None:
-        """Leave out a process that has ended by itself."""
+        """Remove a process that has ended by itself."""
         with self._lock:
             self._processes.discard(child)
 
     def end(self) -> None:
-        """End them all, and those to come."""
+        """End all processes, including those added later."""
         with self._lock:
             self.ended = True
             processes = list(self._processes)

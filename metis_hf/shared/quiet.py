@@ -1,4 +1,4 @@
-"""Silence from the libraries below: progress bars and notices that say nothing to a user."""
+"""Silences progress bars, notices and warnings in a block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """Silence warnings of this package in a block that tries what is done in earnest later."""
+    """Silence this package's warnings in a block that does a trial run."""
     logger = python_logging.getLogger("metis_hf")
     level = logger.level
     logger.setLevel(python_logging.ERROR)
@@ -40,7 +40,7 @@ def no_warnings() -> Iterator[None]:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Silence the progress bars of datasets in the block, where that package is installed."""
+    """Silence the progress bars of datasets in the block, if datasets is installed."""
     if importlib.util.find_spec("datasets") is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Records of experiments: JSON files that are whole or not there, and what a run ran on."""
+"""Records of experiments: JSON files written atomically, and the environment of a run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import torch
 from metis_hf.shared.devices import device_of
 from metis_hf.shared.texts import bounded
 
-LARGEST_JSON = 1 << 26  # bytes; vocabularies of tokenizers are the largest files, of half of it
+LARGEST_JSON = 1 << 26  # bytes; the largest JSON files are tokenizers, about half of this
 SETTINGS_FILE = "settings.json"
 PACKAGES = ("metis-hf", "torch", "transformers", "accelerate", "datasets", "lm_eval")
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file under a temporary name and rename it: it exists whole or not at all."""
+    """Write a file under a temporary name, then rename it."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # of a killed process; a link is not followed
+        temporary.unlink(missing_ok=True)  # left by a killed process; links are not followed
         with open(temporary, "xb") as file:
             write(file)
             file.flush()
@@ -37,9 +37,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def give_usual_modes(directory: Path) -> None:
-    """Give the files under a directory the mode that new ones have: the umask's.
+    """Add the umask's default permissions to the files under a directory.
 
-    Libraries that write under a temporary name leave files for their user alone (safetensors 0.8).
+    Libraries that write to temporary files leave them readable only by their owner (safetensors
+    0.8).
     """
     probe = directory / ".mode"
     probe.touch()
@@ -51,9 +52,9 @@ def give_usual_modes(directory: Path) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file atomically."""
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-    # Half a surrogate pair, as in a file's name that is not UTF-8, becomes its escape in JSON.
+    # A lone surrogate, as in a file name that is not UTF-8, becomes a JSON escape.
     content = text.encode(errors="backslashreplace")
     write_atomically(path, lambda file: file.write(content))
 
@@ -62,20 +63,20 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        ValueError: it is cut short or otherwise no JSON, too large or too deep; the message names
-            it.
+        ValueError: the file is truncated or otherwise not JSON, too large, or nested too deeply;
+            the message names it.
     """
     bounded(path, LARGEST_JSON)
     try:
         return json.loads(path.read_text("utf-8"))
-    except ValueError as error:  # not UTF-8, no JSON, or an integer of thousands of digits
+    except ValueError as error:  # not UTF-8, not JSON, or an integer of thousands of digits
         raise ValueError(f"{path} is not a whole JSON file ({error})") from None
     except RecursionError:
         raise ValueError(f"{path} is JSON that is nested too deeply") from None
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one, with names like "training.max_steps"."""
+    """Return nested dicts as one flat dict, with keys like "training.max_steps"."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
@@ -84,7 +85,7 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def bf16_units(device: torch.device | None = None) -> bool:
-    """Return whether a device multiplies bf16 natively; else bf16 is fp32, only slower.
+    """Return whether a device multiplies bf16 natively; otherwise bf16 is slower than fp32.
 
     Args:
         device: None: the machine's accelerator, or its CPU.
@@ -99,10 +100,10 @@ def bf16_units(device: torch.device | None = None) -> bool:
 
 
 def device_name(device: torch.device | None = None) -> str:
-    """Return the name of the device of an experiment.
+    """Return the name of a device.
 
     Args:
-        device: that it used; None: the machine's accelerator, or its CPU.
+        device: None: the machine's accelerator, or its CPU.
     """
     device = device or device_of(None)
     if device.type == "cpu":
@@ -127,7 +128,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Return versions, device and commit.
 
     Args:
-        device: of the experiment; None: the machine's accelerator, or its CPU.
+        device: None: the machine's accelerator, or its CPU.
     """
     return {
         "versions": package_versions(),
@@ -138,13 +139,13 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of a checkout, or None; also where the package lies in another's."""
+    """Return the commit of this package's checkout, or None if git does not track this file."""
     tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
     return _git("rev-parse", "--short", "HEAD") if tracked else None
 
 
 def _git(*arguments: str) -> str | None:
-    """Run git in the directory of this file; None where it fails or prints nothing."""
+    """Run git in this file's directory; return None if it fails or prints nothing."""
     command = ["git", *arguments]
     try:
         git = subprocess.run(

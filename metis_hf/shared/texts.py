@@ -1,4 +1,4 @@
-"""Reading a text that should be UTF-8."""
+"""Reads text files with checks of size and encoding."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def bounded(path: Path, most: int) -> Path:
-    """Return the path of a file that is read whole; refuse a file of more than `most` bytes.
+    """Return the path, if the file has at most `most` bytes.
 
     Raises:
-        ValueError: it is larger, or no file: a pipe has no end.
+        ValueError: the file is larger, or is not a regular file: a pipe may never end.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a file")
@@ -26,10 +26,10 @@ def utf8_text(path: Path, encoding: str = "utf-8") -> str:
 
     Args:
         path: of the file.
-        encoding: "utf-8-sig" leaves out a byte order mark.
+        encoding: "utf-8-sig" drops a byte order mark.
 
     Raises:
-        ValueError: it is not UTF-8, as a compressed file is not; the message names it.
+        ValueError: the file is not UTF-8, such as a compressed file; the message names it.
     """
     try:
         return path.read_text(encoding)

@@ -1,7 +1,7 @@
-"""Reading a YAML file of options.
+"""Reads a YAML file of options.
 
-The file may be a stranger's. Its text and what its aliases stand for are bounded: half a kilobyte
-of nested aliases stands for billions of values.
+The file may be untrusted, so its size and its number of values after expanding aliases are bounded:
+half a kilobyte of nested aliases can expand to billions of values.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from metis_hf.shared.texts import bounded, utf8_text
 
-LARGEST = 1 << 18  # bytes of a file of options: YAML takes about a second for them
-_VALUES = 10_000  # that aliases may stand for, or as many as the text has characters
+LARGEST = 1 << 18  # bytes of a file; YAML parses this many in about a second
+_VALUES = 10_000  # most values after expansion, or the text's length if larger
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
     """Return the keys and values of a YAML file; an empty file has none.
 
     Raises:
-        ValueError: there is no such file, or it is not YAML or not a mapping, or is too large or
-            too deep, by its aliases too; the message names it.
+        ValueError: the file does not exist, is not YAML or not a mapping, is too large, or is
+            nested too deeply, aliases expanded; the message names it.
     """
     import yaml
 
@@ -50,7 +50,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def _count(node: Any, known: dict[int, int]) -> int:
-    """Return the number of nodes that a node of YAML stands for, aliases written out."""
+    """Return the number of nodes in a YAML node, with aliases expanded."""
     if id(node) not in known:
         parts = node.value if node is not None and isinstance(node.value, list) else []
         parts = [each for part in parts for each in (part if isinstance(part, tuple) else [part])]
@@ -59,10 +59,10 @@ def _count(node: Any, known: dict[int, int]) -> int:
 
 
 def as_arguments(values: Mapping[str, Any]) -> list[str]:
-    """Return names and values, as of a YAML file, as arguments of a command line.
+    """Return names and values, such as from a YAML file, as command-line arguments.
 
-    A mapping becomes JSON, and a list several arguments. So a parser converts and checks a value
-    wherever it comes from: YAML 1.1 reads 1e-4 as a string.
+    A mapping becomes JSON; a list becomes several arguments. The parser then converts and checks
+    the values, which YAML does not do consistently: YAML 1.1 reads 1e-4 as a string.
 
     Raises:
         ValueError: a name without a value.

@@ -1,1 +1,1 @@
-"""Training of a quantized model by Trainer: callback, schedules, refresh, resume."""
+"""Training of quantized models with Trainer: callback, schedules, refresh, resume."""

@@ -1,11 +1,13 @@
-"""Blocks of a model as CUDA graphs, for FSDP2: it gathers the weights of one block at a time.
+"""CUDA graphs per block, for FSDP2, which gathers the weights of one block at a time.
 
-A recording reads its tensors where they were, and FSDP2 gathers weights elsewhere each time. So
-each block has recordings of its own, which read inputs and weights from places that all blocks
-share: both are copied in before one is played. Gathering and reducing stay between the blocks.
+A recording reads tensors at fixed addresses, but FSDP2 gathers weights to a new address each time.
+So each block has its own recordings, which read inputs and weights from static buffers shared by
+all blocks; inputs and weights are copied there before each replay. FSDP2's gather and reduce run
+between the blocks.
 
-There is one recording of a block's forward pass and one of its backward pass, which begins with
-the forward pass again: as under activation checkpointing, of a block only its inputs are kept.
+A block has one recording of the forward pass and one of the backward pass. The backward recording
+starts by recomputing the forward pass: as under activation checkpointing, only the inputs of a
+block are saved.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def units(model: nn.Module) -> list[nn.Module] | None:
-    """Return the blocks with converted layers whose weights FSDP2 gathers together.
+    """Return the innermost FSDP2 units that have converted layers.
 
-    None where FSDP2 does not shard the model.
+    Return None if FSDP2 does not shard the model.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     inner = [one for one in found if sum(isinstance(m, FSDPModule) for m in one.modules()) == 1]
@@ -48,15 +50,15 @@ def units(model: nn.Module) -> list[nn.Module] | None:
 
 
 class BlockGraphs:
-    """The recordings of a model's blocks, whose forward passes it replaces.
+    """The recordings of a model's blocks; replaces the blocks' forward passes.
 
     Args:
-        blocks: of a converted model, on one device; they are called one after the other.
-        record: records a function; None: into CUDA graphs.
+        blocks: of a converted model, on one device, called one after the other.
+        record: records a function; None: into a CUDA graph.
 
     Attributes:
-        blocks: their recordings.
-        refused: why blocks run in Python; None where they are recorded.
+        blocks: the recordings of each block.
+        refused: why blocks run in Python; None if they are recorded.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], record: Recorder | None = None) -> None:
@@ -72,7 +74,7 @@ class BlockGraphs:
             logger.warning("cuda_graphs: steps run in Python: %s", self.refused)
 
     def places(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that all blocks share for arguments of a name and these forms."""
+        """Return the shared buffers for tensors with the role `name` and the forms of `like`."""
         keys = [(name, number, *_form(tensor)) for number, tensor in enumerate(like)]
         for key, tensor in zip(keys, like):
             if key not in self._places:
@@ -80,7 +82,7 @@ class BlockGraphs:
         return [self._places[key] for key in keys]
 
     def forget(self) -> None:
-        """Give the blocks their forward passes back, and forget recordings and places."""
+        """Restore the blocks' forward passes and free recordings and buffers."""
         for block in self.blocks:
             block.restore()
         self.blocks = []
@@ -89,15 +91,15 @@ class BlockGraphs:
 
 @dataclass
 class _Recording:
-    """The recorded passes of a block, and where their tensors lie."""
+    """The recorded passes of a block and their static buffers."""
 
-    inputs: list[Tensor]  # tensors among its arguments, then its parameters
+    inputs: list[Tensor]  # tensor arguments, then parameters
     outputs: list[Tensor]
     grad_outputs: list[Tensor]
-    grad_inputs: list[Tensor | None]  # one for each input
-    tree: Any  # of the returned values
+    grad_inputs: list[Tensor | None]  # one per input
+    tree: Any  # pytree of the returned values
     play_forward: Callable[[], None]
-    play_backward: Callable[[], None] | None  # None: no gradient is wanted
+    play_backward: Callable[[], None] | None  # None: no input needs a gradient
 
 
 class _Block(Recordings):
@@ -105,18 +107,18 @@ class _Block(Recordings):
         super().__init__(block)
         self._owner = owner
         self.module, self._python = block, block.forward
-        self._replaced = vars(block).get("forward")  # accelerate's, of a block of its own
-        self._returned: dict[Hashable, tuple[list[Tensor], Any]] = {}  # by Python; without contents
+        self._replaced = vars(block).get("forward")  # set on the instance by accelerate
+        self._returned: dict[Hashable, tuple[list[Tensor], Any]] = {}  # (meta tensors, pytree)
         block.forward = self._forward
 
     def restore(self) -> None:
-        """Give the block its forward pass back."""
+        """Restore the block's forward pass."""
         del self.module.forward
         if self._replaced is not None:
             self.module.forward = self._replaced
 
     def refuse(self, reason: str) -> None:
-        """Run all blocks in Python from now on, and say why."""
+        """Run all blocks in Python from now on, and log the reason."""
         if self._owner.refused is None:
             self._owner.refused = reason
             super().refuse(reason)
@@ -124,7 +126,7 @@ class _Block(Recordings):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._python(*args, **kwargs)
-        # A cache of keys and values, which models make in training too and nothing reads.
+        # Drop the key-value cache: models create one in training too, and nothing reads it.
         leaves, tree = tree_flatten((args, kwargs), is_leaf=lambda value: isinstance(value, Cache))
         leaves = [None if isinstance(leaf, Cache) else leaf for leaf in leaves]
         if self._owner.refused or self.runs_in_python(leaves):
@@ -144,7 +146,7 @@ class _Block(Recordings):
         return next(self.module.parameters()).device
 
     def _in_python(self, key: Hashable, call: Call) -> Any:
-        """Call the block, and note what it returns and whether it can be computed again."""
+        """Call the block and note the form of its outputs; refuse it if it cannot be recomputed."""
         state = partial(_generator_state, self._device())
         before = state()
         returned = self._python(*call[0], **call[1])
@@ -160,7 +162,7 @@ class _Block(Recordings):
     def _new(
         self, key: Hashable, leaves: list[Any], tree: Any, mixed: tuple[bool, torch.dtype]
     ) -> _Recording | None:
-        """Record both passes; None where that is not possible."""
+        """Record both passes; return None if that fails."""
         places = self._owner.places
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         parameters = [*self.module.parameters()]
@@ -174,7 +176,7 @@ class _Block(Recordings):
         grads = places("grad_input", [inputs[number] for number in wanted])
 
         def run() -> tuple[list[Tensor], list[Tensor]]:
-            """Return (the tensors that gradients are of, the returned ones)."""
+            """Return (inputs to differentiate by, outputs)."""
             own = [
                 place.detach().requires_grad_(tensor.requires_grad)
                 for place, tensor in zip(inputs, tensors)
@@ -186,7 +188,7 @@ class _Block(Recordings):
             arguments = iter(own)
             mine = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(mine, tree)
-            # Its cache would keep casts of these parameters in the recording's memory.
+            # Autocast's cache would keep casts of these parameters in the recording's memory.
             amp = torch.autocast(device.type, mixed[1], enabled=mixed[0], cache_enabled=False)
             with amp, stand_ins(self.module, others):
                 return [*own, *others.values()], tree_flatten(self._python(*args, **kwargs))[0]
@@ -208,7 +210,7 @@ class _Block(Recordings):
                 )
             torch._foreach_copy_(grads, list(found))
 
-        release(self.module)  # what is kept of a weight would become a constant
+        release(self.module)  # a cached weight operand would become a constant of the recording
         try:
             play_forward = self._owner.record(forward)[0]
             play_backward = self._owner.record(backward)[0] if wanted else None

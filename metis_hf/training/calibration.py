@@ -1,7 +1,7 @@
-"""Calibration of static tensor scales: what a deployed NVFP4 model scales its tensors by.
+"""Calibration of static tensor scales for deployed NVFP4 models.
 
-For layers whose scheme keeps `StaticScales`, as "w4a4" does. `calibrate` finds the scales on data
-and fixes them, `freeze_scales` fixes what training has seen so far.
+For layers whose scheme has `StaticScales`, such as "w4a4". `calibrate` finds the scales on data and
+fixes them; `freeze_scales` fixes the scales observed in training so far.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from metis_hf.training.scale_error import BlockSample
 from metis_hf.training.uncalled import warn_of_unpacked
 
 METHODS = ("mse", "amax", "percentile")
-# Shares of the largest magnitude that "mse" tries, the largest first, which wins a tie.
+# Shares of the largest magnitude that "mse" tries; the largest comes first, so it wins ties.
 TRIED_SHARES = tuple(2.0 ** (-step / 4) for step in range(9))
 
 
@@ -41,11 +41,11 @@ class CalibratedScale:
 
     Attributes:
         largest: largest magnitude of its inputs in calibration; 0 for an expert that saw no token.
-        input_amax: what the input's tensor scale is made of; 0 where inputs are not quantized.
-        weight_amax: what the weight's tensor scale is made of.
-        group: names of the layers that share both; one whose inputs are not quantized, as in
-            "w4a16", shares the weight's alone. All experts of a layer share the input's besides,
-            those included that calibration sends no token.
+        input_amax: sets the input's tensor scale; 0 if inputs are not quantized.
+        weight_amax: sets the weight's tensor scale.
+        group: names of the layers that share `weight_amax`, and `input_amax` if inputs are
+            quantized. `input_amax` is also shared by all experts of a block, including experts that
+            saw no token.
     """
 
     largest: float
@@ -55,11 +55,11 @@ class CalibratedScale:
 
 
 class UnseenLayers(ValueError):
-    """Layers have seen no finite input, so there is nothing to make a scale of."""
+    """Layers have seen no finite input, so their scales cannot be computed."""
 
 
 class _Layers(dict[str, MetisLayer]):
-    """Layers with static scales that calls of the model reach, by name."""
+    """The active layers with static scales, by name."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = {
@@ -67,9 +67,9 @@ class _Layers(dict[str, MetisLayer]):
         }
         running, waiting = by_place(model, layers)
         super().__init__({name: layers[name] for name in running.values()})
-        # PEFT's copies (`modules_to_save`) get the scales too, which have room for their weights.
+        # Inactive copies by PEFT (`modules_to_save`) share the scales, which cover their weights.
         self.waiting = {name: waiting.get(place, []) for place, name in running.items()}
-        self.groups, self.input_groups = (  # deployed together
+        self.groups, self.input_groups = (  # layers that share a scale
             {
                 running[place]: tuple(running[member] for member in group)
                 for place, group in groups.items()
@@ -78,7 +78,7 @@ class _Layers(dict[str, MetisLayer]):
         )
 
     def group_of(self, name: str, of: Mapping[str, Any]) -> list[str]:
-        """Return the names of the layers of `of` that share the scale of a layer's input."""
+        """Return the layers in `of` that share the input scale of the named layer."""
         return [member for member in self.input_groups[name] if member in of]
 
 
@@ -89,7 +89,7 @@ class _Seen:
     tokens: int = 0
     largest: float = 0.0
     percentile: float = 0.0
-    errors: list[float] = field(default_factory=list)  # of its group, by share
+    errors: list[float] = field(default_factory=list)  # of the group, one per tried share
 
 
 @torch.no_grad()
@@ -102,29 +102,30 @@ def calibrate(
 ) -> dict[str, CalibratedScale]:
     """Find the static tensor scales of a converted model on data, and fix them.
 
-    The model runs in evaluation mode with the quantizers on, each input under its own amax, so that
-    layers see what the layers before them give in deployment. Rows of padding are left out. Layers
-    that are deployed as one (`deployed_groups`) get the same scales, the experts of a layer the
-    same scale of inputs. With several processes each gives its share of the batches, and all get
-    the same scales; all have to call it together.
+    The model runs in evaluation mode with quantizers on, each input scaled by its own amax, so that
+    layers see inputs as in deployment. Padding rows are left out. Layers that are deployed as one
+    (`deployed_groups`) get the same scales; the experts of a block share the input scale. With
+    several processes each process passes its share of the batches; all processes must call this
+    function together and get the same scales.
 
     Args:
         model: converted with a scheme of static scales, such as "w4a4" or "w4a16".
-        batches: arguments of the model, or its token ids [b n], in any order. Where only weights
-            are quantized, the first one alone is read, and none is needed: layers that the model
-            does not call are named in a warning.
-        method: how the amax of inputs is chosen. "amax": the largest magnitude. "percentile": that
-            share of the magnitudes of each batch lies below, and the largest over the batches
-            counts. "mse": the share of the largest magnitude, of nine, that leaves the smallest
-            squared error of a sample (`BlockSample`); chosen for each layer.
-        percentile: of "percentile", above 50 and at most 100.
+        batches: keyword arguments of the model, or token ids [b n], in any order. If only weights
+            are quantized, batches are optional: the first one serves to warn about layers that the
+            model does not call.
+        method: how the amax of inputs is chosen. "amax": the largest magnitude. "percentile": the
+            maximum over batches of the magnitude at this percentile. "mse": of nine shares of the
+            largest magnitude, the one with the smallest squared error on a sample (`BlockSample`),
+            chosen per layer.
+        percentile: for "percentile", above 50 and at most 100.
 
     Returns:
-        What was chosen, by layer.
+        The chosen scales, by layer.
 
     Raises:
         ValueError: an unknown method, a percentile out of range, no layer with static scales, no
-            batch, or a layer that saw no token, or NaN or inf in every batch; nothing changes.
+            batch, or a layer that saw no token or only batches with NaN or inf. The scales are then
+            unchanged.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}; choose one of {', '.join(METHODS)}")
@@ -134,7 +135,7 @@ def calibrate(
     observed = {name: layer for name, layer in layers.items() if _state(layer).input}
     seen = {name: _Seen() for name in observed}
     groups = {name: [seen[member] for member in layers.group_of(name, seen)] for name in seen}
-    samples: dict[str, BlockSample] = {}  # by the first layer of a group
+    samples: dict[str, BlockSample] = {}  # by the first layer of its group
     share = percentile / 100 if method == "percentile" else None
     called: set[str] = set()
 
@@ -144,7 +145,7 @@ def calibrate(
             return
         first = layers.group_of(name, seen)[0]
         if first not in samples:
-            # In high precision for now: what it would be quantized with.
+            # A layer in high precision has no quantizer; assume the default one.
             quantizer = layers[name].eval_scheme.fprop_input.quantizer or Quantizer()
             samples[first] = BlockSample(quantizer)
         samples[first].add(rows, x)
@@ -170,14 +171,15 @@ def calibrate(
 
 @torch.no_grad()
 def freeze_scales(model: nn.Module) -> dict[str, CalibratedScale]:
-    """Fix the static tensor scales at what the model has seen in training so far.
+    """Fix the static tensor scales at the values observed in training so far.
 
-    The input's amax is the largest magnitude that training has seen, the weight's its own, each the
-    largest of the layers that are deployed as one. With several processes call it on all together.
+    The input's amax is the largest magnitude seen in training; the weight's amax is its current
+    one. Both are the maximum over the layers that are deployed as one. With several processes, all
+    must call this function together.
 
     Raises:
-        ValueError: no layer with static scales, or one that has not seen an input yet
-            (`UnseenLayers`); nothing changes.
+        ValueError: no layer has static scales, or a layer has not seen an input yet
+            (`UnseenLayers`). The scales are then unchanged.
     """
     layers = _static_layers(model)
     seen = {
@@ -194,17 +196,17 @@ def freeze_scales(model: nn.Module) -> dict[str, CalibratedScale]:
 
 
 def has_static_scales(model: nn.Module) -> bool:
-    """Return whether a layer of the model keeps static scales."""
+    """Return whether any layer of the model has static scales."""
     return any(isinstance(layer.scheme.state, StaticScales) for _, layer in metis_layers(model))
 
 
 def scales_are_fixed(model: nn.Module) -> bool:
-    """Return whether every layer with static scales has fixed ones."""
+    """Return whether the static scales of all layers are fixed."""
     return all(layer.get_buffer("scales_frozen").item() for layer in _static_layers(model).values())
 
 
 def scales_are_begun(model: nn.Module) -> bool:
-    """Return whether a layer with static scales has seen an input or a weight."""
+    """Return whether any layer with static scales has recorded the amax of an input or weight."""
     buffers = ("input_amax", "weight_amax")
     layers = _static_layers(model).values()
     return any(layer.get_buffer(name).item() > 0 for layer in layers for name in buffers)
@@ -228,9 +230,9 @@ def _state(layer: MetisLayer) -> StaticScales:
 
 @contextmanager
 def _following_inputs(layers: dict[str, MetisLayer]) -> Iterator[None]:
-    """Fix weights' own scales for a block, and let inputs' follow each call; undone after an error.
+    """Fix weight scales in the block, and set input scales at each call; undo both on error.
 
-    Evaluation keeps the codes of weights under fixed scales, and does not search for them again.
+    With fixed scales, evaluation caches the weights' codes and does not search for them per call.
     """
     before = [(b, b.clone()) for layer in layers.values() for b in layer.state_buffers().values()]
 
@@ -260,12 +262,12 @@ def _observe(
     layers: dict[str, MetisLayer],
     note: Callable[[str, Tensor, Tensor], None],
 ) -> None:
-    """Run the model over batches, and call note(name, x, its rows [t i]) with each layer's x."""
+    """Run the model over batches; call note(name, x, token rows of x [t i]) for each layer call."""
 
     def hook(name: str) -> Callable[..., None]:
         def before(layer: MetisLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else kwargs["input"]
-            mask = args[1] if len(args) > 1 else kwargs.get("row_mask")  # which experts pass
+            mask = args[1] if len(args) > 1 else kwargs.get("row_mask")  # passed to experts
             mask = layer.row_mask(x) if mask is None else mask
             rows = x.detach().reshape(-1, layer.in_features)
             note(name, x, rows if mask is None else rows[mask])
@@ -289,12 +291,12 @@ def _observe(
 
 
 def _is_whole(model: nn.Module) -> bool:
-    """Return whether each process holds the model whole, and runs it without the others."""
+    """Return whether each process holds the whole model and runs it on its own."""
     return not any(map(is_sharded, model.parameters()))
 
 
 def _note(seen: _Seen, x: Tensor, share: float | None) -> bool:
-    """Note tokens, amax and percentile of rows x [t i]; False: there is NaN or inf in them."""
+    """Record tokens, amax and percentile of rows x [t i]; return False if x has NaN or inf."""
     largest = largest_magnitude(x).item()
     if not x.isfinite().all():
         return False
@@ -308,13 +310,13 @@ def _note(seen: _Seen, x: Tensor, share: float | None) -> bool:
 
 @contextmanager
 def _together(model: nn.Module, seen: dict[str, _Seen]) -> Iterator[None]:
-    """Give all processes what a block notes; where it fails in one, raise in all, so none waits."""
+    """Merge the statistics over processes after the block; an error in one is raised in all."""
     failed: Exception | None = None
     try:
         yield
     except Exception as error:
         if not _is_whole(model):
-            raise  # the others are in the middle of a forward pass, where nothing reaches them
+            raise  # the other processes are inside a forward pass and cannot be told
         failed = error
     others = _gather(seen, failed)
     if failed is not None:
@@ -324,7 +326,7 @@ def _together(model: nn.Module, seen: dict[str, _Seen]) -> Iterator[None]:
 
 
 def _gather(seen: dict[str, _Seen], failed: Exception | None = None) -> list[str]:
-    """Give all processes what each has noted; returns what went wrong in any of them."""
+    """Merge the statistics over processes in place; return the errors of all processes."""
     if not (seen and several_processes()):
         return []
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -342,7 +344,7 @@ def _gather(seen: dict[str, _Seen], failed: Exception | None = None) -> list[str
 
 
 def _refuse_unseen(groups: dict[str, list[_Seen]]) -> None:
-    """Refuse layers of a group that has seen nothing; one expert speaks for the others."""
+    """Refuse layers whose whole group saw no token; all experts of a block are one group."""
     unseen = [name for name, group in groups.items() if not any(one.tokens for one in group)]
     if unseen:
         raise UnseenLayers(
@@ -353,7 +355,7 @@ def _refuse_unseen(groups: dict[str, list[_Seen]]) -> None:
 
 
 def _choose(method: str, group: list[_Seen]) -> float:
-    """Return the amax of inputs that layers deployed as one get."""
+    """Return the input amax of a group of layers."""
     if method == "percentile":
         return max(seen.percentile for seen in group)
     largest = max(seen.largest for seen in group)
@@ -366,7 +368,7 @@ def _choose(method: str, group: list[_Seen]) -> float:
 def _fix(
     layers: _Layers, inputs: dict[str, float], largest: dict[str, float]
 ) -> dict[str, CalibratedScale]:
-    """Write scales into the layers' buffers."""
+    """Write scales to the buffers of the layers and their inactive copies."""
     copies = {name: (layer, *layers.waiting[name]) for name, layer in layers.items()}
     weights = {
         name: max(largest_magnitude(whole_params(one)[-1]).item() for one in each)

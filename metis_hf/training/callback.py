@@ -1,10 +1,10 @@
-"""MetisCallback: what a quantized run needs from Trainer besides the training itself.
+"""MetisCallback: checks, refreshes and measures a quantized Trainer run.
 
-It checks model and optimizer at the start, names layers that the first step does not call,
-decomposes split weights again, does what schemes with a state need after each step, and measures
-spectral health and quantization noise: six means go to Trainer's own logs, figures of each layer
-to `metis_health.jsonl`. Trainer's log entries go to `metis_log.jsonl`.
-`metis-hf report` makes a page of these files.
+It checks model and optimizer at the start, warns about converted layers that the first step does
+not call, refreshes the decomposition of split weights, updates the state of schemes after each
+step, and measures spectral health and quantization noise. Six means go to Trainer's logs, figures
+of each layer to `metis_health.jsonl`, Trainer's log entries to `metis_log.jsonl`. `metis-hf report`
+renders these files as a page.
 """
 
 from __future__ import annotations
@@ -64,22 +64,21 @@ logger = logging.get_logger(__name__)
 class MetisCallback(ResumeGuard):
     """Refreshes weight decompositions and logs spectral health; pass the class or an instance.
 
-    Trainer calls it before its reporters, so that they see health too.
-
-    A checkpoint that another scheme wrote is refused, see `resume.ResumeGuard`.
+    It runs before Trainer's reporters, so that they see health figures too. It refuses to resume
+    from a checkpoint of another scheme; see `resume.ResumeGuard`.
 
     Args:
-        health_interval: optimizer steps between measurements; 0 never measures, and the log and
-            what was run are written all the same. A measured step is logged, and takes a few times
-            as long as a normal one.
+        health_interval: optimizer steps between measurements; 0 never measures, but still writes
+            the log and the description of the run. A measured step is logged, and takes a few times
+            as long as a normal step.
         refresh_interval: optimizer steps between re-decompositions of split weights that train;
             None takes the model config's `refresh_interval`, 0 never refreshes.
-        freeze_scales: optimizer steps after which static tensor scales are fixed at what training
-            has seen ("w4a4" that was not calibrated); None leaves them as they are. As long as a
-            layer has seen no input, such as an expert without tokens, it waits for the next step.
-        health_details: what is logged beside the six means over all layers: "kinds", each statistic
-            of each tensor as a mean over the layers of a kind, about 150 figures; "layers", each of
-            each layer; None, nothing more. The health file has all of it anyway.
+        freeze_scales: optimizer steps after which static tensor scales are fixed at the values seen
+            in training ("w4a4" without calibration); None never fixes them. While a layer has seen
+            no input, such as an expert without tokens, fixing is retried after each step.
+        health_details: extra figures in the log besides the six means over all layers. "kinds":
+            each statistic of each tensor as a mean over the layers of a kind, about 150 figures;
+            "layers": each statistic of each layer; None: none. The health file always has all.
     """
 
     def __init__(
@@ -108,26 +107,26 @@ class MetisCallback(ResumeGuard):
         self._layers: dict[str, MetisLayer] = {}
         self._probe = LayerProbe()
         self._refresh_every = 0
-        self._freeze_at: int | None = None  # the step from which on scales are to be fixed
-        self._unseen: str | None = None  # what keeps them from that
+        self._freeze_at: int | None = None  # first step after which scales may be fixed
+        self._unseen: str | None = None  # why scales could not be fixed yet
         self._measuring = self._due = False
         self._reuses_weights = False
         self._alarm = False  # a logged loss or gradient norm was not finite
-        self._knows_moments = False  # of the optimizer: refresh can clear them
+        self._knows_moments = False  # checked: refresh can reset the optimizer state
         self._pending: dict[str, float] = {}
-        self._record: dict[str, Any] = {}  # of the running step, for the health file
+        self._record: dict[str, Any] = {}  # of the current step, for the health file
         self._precision: dict[str, Any] = {}
         self._trial_directory: Path | None = None
-        self._begun = self._is_first = False  # `_is_first`: the step of this process that runs
-        self._early: list[dict[str, Any]] = []  # log entries of before the training
+        self._begun = self._is_first = False  # `_is_first`: in this process's first step
+        self._early: list[dict[str, Any]] = []  # log entries from before training
 
     def state(self) -> dict[str, Any]:
-        """Return the entry of this callback in trainer_state.json."""
+        """Return this callback's entry in trainer_state.json."""
         names = ("health_interval", "refresh_interval", "freeze_scales", "health_details")
         return {**super().state(), "args": {name: getattr(self, name) for name in names}}
 
     def bind(self, trainer: Any) -> MetisCallback:
-        """Keep records beside the checkpoints of a search's trial, as MetisTrainer has it done."""
+        """Write records to the trial's directory in a search; MetisTrainer calls this."""
         trial = getattr(trainer, "_trial", None)
         self._trial_directory = None if trial is None else Path(trainer._get_output_dir(trial))
         return self
@@ -141,14 +140,15 @@ class MetisCallback(ResumeGuard):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        """Check the model and the optimizer, and read the schedule.
+        """Check the model and the optimizer, read the schedule, and write the run's description.
 
         Raises:
-            ValueError: no converted layer, an optimizer that does not own their parameters,
-                parameters of several dtypes in one FSDP2 unit, a checkpoint of another scheme, or
-                a refresh interval where no weight is stored split, or all are frozen.
-            NotImplementedError: refresh under an engine that keeps its own copy of the weights,
-                accelerate's FP8, context or sequence parallelism, or measurements under tensor
+            ValueError: no converted layer; an optimizer without the layers' parameters; several
+                parameter dtypes in one FSDP2 unit; a checkpoint of another scheme; a refresh
+                interval although no weight is stored split or all split weights are frozen;
+                `freeze_scales` without static scales or outside the run.
+            NotImplementedError: refresh under an engine that keeps its own copy of the weights;
+                accelerate's FP8; context or sequence parallelism; measurements under tensor
                 parallelism.
         """
         assert model is not None
@@ -164,12 +164,12 @@ class MetisCallback(ResumeGuard):
         saved: Any = state.stateful_callbacks
         resumed = trained_config(saved) if state.global_step else None
         super().on_train_begin(args, state, control, model=model)
-        release(model)  # of a run that was interrupted in the middle of a step
+        release(model)  # an earlier run may have stopped in the middle of a step
         self._probe.detach()
         self._measuring = self._due = self._alarm = False
         self._pending, self._record = {}, {}
         self._knows_moments = False
-        # With one micro-batch a weight is used twice, and putting it together twice saves nothing.
+        # With one micro-batch a weight is used only twice, so that reuse saves nothing.
         self._reuses_weights = args.gradient_accumulation_steps > 1 or any(
             getattr(module, "gradient_checkpointing", False) for module in model.modules()
         )
@@ -210,7 +210,7 @@ class MetisCallback(ResumeGuard):
                     args.output_dir,
                 )
             directory = self._directory(args)
-            drop_after(directory, state.global_step or -1)  # of a new run not even step 0 stays
+            drop_after(directory, state.global_step or -1)  # a new run drops step 0 too
             config = None if self.trained_config is None else dict(self.trained_config)
             made = describe_run(model, config, args, state)
             write_run(directory, made)
@@ -219,7 +219,7 @@ class MetisCallback(ResumeGuard):
         self._begun = self._is_first = True
 
     def _first_step_to_freeze(self, model: nn.Module, state: TrainerState) -> int | None:
-        """Return the step after which scales are fixed; None where nothing is left to do."""
+        """Return the step after which scales are fixed; None if nothing is left to fix."""
         wanted = self.freeze_scales
         if wanted is None:
             return None
@@ -269,10 +269,10 @@ class MetisCallback(ResumeGuard):
         if self._is_first and state.is_world_process_zero:
             warn_of_uncalled(self._model, self._layers)
         self._is_first = False
-        # Here the gradients are gone, and logging, evaluation and saving come after: what they
-        # see is consistent. Nothing accumulated refers to the old factors.
+        # Gradients are cleared by now, so none refers to the old factors. Logging, evaluation and
+        # saving come later and see the new factors.
         if self._refresh_every and not self._knows_moments and optimizer is not None:
-            check_moments(self._model, optimizer)  # now, rather than hours later
+            check_moments(self._model, optimizer)  # fail now, not at the first refresh
             self._knows_moments = True
         if self._refresh_every and state.global_step % self._refresh_every == 0:
             self._refresh(optimizer)
@@ -285,7 +285,8 @@ class MetisCallback(ResumeGuard):
             self._measuring = False
             self._probe.detach()
             self._collect(state)
-            # Of its own step. An alarm's waits: where losses stay NaN, each would raise the next.
+            # A measurement after an alarm is not logged at once: if losses stay NaN, its log entry
+            # would raise the next alarm.
             if self._due and args.logging_strategy != IntervalStrategy.NO:
                 control.should_log = True
         precision = precision_of(next(iter(self._layers.values())).config)
@@ -310,17 +311,17 @@ class MetisCallback(ResumeGuard):
     def on_log(
         self, args, state, control, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Add what was measured to the log entry of the running step, and record the entry."""
+        """Add the measurements to the current log entry, and append the entry to the log file."""
         if logs and "loss" in logs:
             self._complete(state, logs)
         if logs and state.log_history and state.is_world_process_zero:
             if self._begun:
                 append_log(self._directory(args), state.log_history[-1])
-            else:  # an evaluation, of a run to come or of one that another process has finished
+            else:  # an evaluation before training, or of a run that another process finished
                 self._early.append(dict(state.log_history[-1]))
 
     def _freeze(self, state: TrainerState) -> None:
-        """Fix the scales; where a layer has seen no input yet, say so once and wait."""
+        """Fix the scales; if a layer has seen no input yet, warn once and retry after each step."""
         try:
             freeze_scales(self._model)
         except UnseenLayers as error:
@@ -335,7 +336,7 @@ class MetisCallback(ResumeGuard):
             self._freeze_at = self._unseen = None
 
     def _complete(self, state: TrainerState, logs: dict[str, float]) -> None:
-        """Add what was measured to a log entry; after a loss of NaN, ask for a measurement."""
+        """Add the measurements to a log entry; after a non-finite loss, measure the next step."""
         if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "grad_norm")):
             self._alarm = bool(self.health_interval)
             logger.warning(
@@ -353,12 +354,12 @@ class MetisCallback(ResumeGuard):
             self._pending = {}
 
     def _directory(self, args: TrainingArguments) -> Path:
-        """Return the directory of records: beside the checkpoints, also in a search's trial."""
+        """Return the directory for records: the trial's in a search, else the output directory."""
         assert args.output_dir is not None  # Trainer fills it in
         return self._trial_directory or Path(args.output_dir)
 
     def _refresh(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Refresh, and note of which layers, and what changed where health is measured at all."""
+        """Refresh the split weights; record the layers, and health before and after if measured."""
         layers = refreshed(self._model)
         measured = layers if self.health_interval else {}
         before = {name: split_health(layer) for name, layer in measured.items()}

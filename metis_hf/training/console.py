@@ -1,4 +1,4 @@
-"""Where the figures of health go: before Trainer's reporters, and in short to the console."""
+"""Routes health figures: all of them to Trainer's reporters, a summary to the console."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformers.trainer_callback import CallbackHandler
 
 
 def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
-    """Return Trainer's handler of callbacks that is calling this one; None where none does.
+    """Return the Trainer's callback handler that is calling this callback; None outside a call.
 
-    It is looked up in the functions that are running: Trainer calls its reporters before a user's
-    callbacks, with `logs` that no earlier event reaches, and passes no event its handler.
+    The handler is found by walking up the call stack, since Trainer does not pass it to callbacks.
+    The handler is needed to move the callback ahead of the reporters, which Trainer calls first.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -25,12 +25,12 @@ def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
 
 
 def put_first(callback: TrainerCallback, handler: CallbackHandler, *, details: bool) -> None:
-    """Put a callback before the reporters, so that they see what it adds to a log entry.
+    """Move a callback ahead of the reporters, so that they see the figures it adds to a log entry.
 
     Args:
         callback: to be called first.
-        handler: of the Trainer; it may be going through its callbacks.
-        details: keep details of health from the console.
+        handler: of the Trainer; it may be iterating over its callbacks.
+        details: hide the details of health from the console.
     """
     if handler.callbacks[:1] == [callback]:
         return
@@ -44,20 +44,20 @@ def put_first(callback: TrainerCallback, handler: CallbackHandler, *, details: b
 
 
 class ConsoleSummary(TrainerCallback):
-    """Stands before what prints to the console, and takes the details of health away."""
+    """Runs before the console printers and removes the details of health from the logs."""
 
     def __init__(self) -> None:
         self.details: dict[str, float] = {}
 
     def on_log(self, *event: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         logs = {} if logs is None else logs
-        # "metis/<tensor>/<of which layers>/<statistic>"; a mean over all has no third part.
+        # Details are "metis/<tensor>/<layers>/<statistic>"; means over all layers have three parts.
         names = [name for name in logs if name.startswith("metis/") and name.count("/") > 2]
         self.details = {name: logs.pop(name) for name in names}
 
 
 class _AllFigures(TrainerCallback):
-    """Stands behind what prints to the console, and gives the details back."""
+    """Runs after the console printers and restores the details."""
 
     def __init__(self, summarizing: ConsoleSummary) -> None:
         self._summarizing = summarizing
@@ -69,6 +69,6 @@ class _AllFigures(TrainerCallback):
 
 
 def _prints(callback: TrainerCallback) -> bool:
-    """Return whether a callback is Trainer's own for a console or a notebook."""
+    """Return whether a callback is Trainer's printer for a console or a notebook."""
     own = isinstance(callback, PrinterCallback | ProgressCallback)
     return own or type(callback).__name__ == "NotebookProgressCallback"  # imports IPython

@@ -1,7 +1,7 @@
-"""Layers of which PEFT keeps copies for `modules_to_save`: the one that runs, and those that wait.
+"""Finds the active and inactive copies of layers that PEFT makes for `modules_to_save`.
 
-PEFT puts a wrapper in a module's place, with the module itself and a copy for each adapter in it.
-Calls of the model reach one of them.
+PEFT replaces a module with a wrapper, which holds the module and one copy per adapter. A call of
+the model reaches exactly one of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Layer = TypeVar("Layer", bound=nn.Module)
 def by_place(
     model: nn.Module, layers: Mapping[str, Layer]
 ) -> tuple[dict[str, str], dict[str, list[Layer]]]:
-    """Sort layers of a model by the place that they stand in.
+    """Group layers by their name without PEFT's wrapper ("place").
 
     Returns:
-        (the layer's name for each place that calls of the model reach, the layers that wait there).
+        (place -> name of the active layer, place -> inactive layers).
     """
     wrapped = _wrapped(model)
     running: dict[str, str] = {}
@@ -38,7 +38,7 @@ def by_place(
 
 
 def _wrapped(model: nn.Module) -> dict[str, tuple[str, bool]]:
-    """Return the modules in PEFT's wrappers: name -> (the wrapper's, whether calls reach it)."""
+    """Return the modules in PEFT's wrappers: name -> (name of the wrapper, is it active)."""
     found = {}
     for name, module in model.named_modules():
         saved, original = (module._modules.get(n) for n in ("modules_to_save", "original_module"))

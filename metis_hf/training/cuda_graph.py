@@ -1,16 +1,16 @@
-"""Training steps as CUDA graphs: recorded once, then launched whole.
+"""Training steps as CUDA graphs: recorded once, then replayed.
 
-A quantized layer is some hundred small operations, each of which Python starts by itself: on a
-GPU that is most of a step. `StepGraphs` runs the forward and the backward pass of a few steps in
-Python, records the next, and from then on plays the recording on each new batch: the same kernels,
-the same numbers. Batches of other shapes and another precision of the layers make other recordings.
-Steps that cannot be recorded run in Python, and one warning says why: they wait for the GPU
-(routing to experts), their scheme keeps a state, or there is one shape too many. Kept subspaces
-(`subspace_interval`) make two recordings of a shape: with a search, and without.
+A quantized layer runs about a hundred small operations, and their launch from Python takes most of
+a step on a GPU. `StepGraphs` runs the forward and backward pass of a few steps in Python, records
+the next step, and then replays the recording on each new batch: the same kernels, the same numbers.
+Each batch shape and each precision of the layers has its own recording. Steps that cannot be
+recorded run in Python, with one warning: they synchronize with the GPU (routing to experts), their
+scheme keeps a state, or there are too many shapes. Kept subspaces (`subspace_interval`) need two
+recordings per shape: with and without a search.
 
-Under DDP each process records its own step, without the communication: some record while others
-still run in Python. So no step goes through DDP, and `average` does its work afterwards. Under
-FSDP2 blocks are recorded one by one: see `block_graphs`.
+Under DDP each process records its own step without communication, since some processes record
+while others still run in Python. Steps therefore bypass DDP, and `average` communicates afterwards.
+Under FSDP2 blocks are recorded one by one; see `block_graphs`.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ logger = logging.get_logger(__name__)
 
 Inputs = Mapping[str, Any]
 Step = Callable[[Inputs, Any], Tensor]
-# Records what a function does: gives (what plays it, its result, to which playing gives contents).
+# Records a function: returns (replay function, result, whose contents each replay overwrites).
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 
-ENVIRONMENT = "METIS_CUDA_GRAPHS"  # 0: record nothing
-WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
-MOST_RECORDINGS = 4  # recordings: each keeps the memory of a step
-_KNOWN = (Tensor, bool, int, float, str, np.generic, type(None))  # of the values of a batch
+ENVIRONMENT = "METIS_CUDA_GRAPHS"  # 0 disables recording
+WARM_UP = 3  # steps in Python before recording: kernels compile, constants are built
+MOST_RECORDINGS = 4  # each recording holds the memory of a step
+_KNOWN = (Tensor, bool, int, float, str, np.generic, type(None))  # types of batch values
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share their memory, as only one plays at a time."""
+    """Records into CUDA graphs that share a memory pool; only one graph replays at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -59,7 +59,7 @@ class CudaRecorder:
     def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # of the steps in Python, for the recording's own memory
+        torch.cuda.empty_cache()  # free the memory of Python steps for the recording's pool
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         self._pool = graph.pool()
@@ -68,17 +68,17 @@ class CudaRecorder:
 
 @dataclass
 class _Recording:
-    """A recorded step, and where its inputs and results lie."""
+    """A recorded step and its static buffers."""
 
-    inputs: list[Tensor]  # places of the tensors of the batch, in order
-    count: Tensor | None  # place of `num_items_in_batch`
+    inputs: list[Tensor]  # buffers for the batch's tensors, in order
+    count: Tensor | None  # buffer for `num_items_in_batch`
     play: Callable[[], None]
     loss: Tensor  # 0-dim
     gradients: list[tuple[nn.Parameter, Tensor]]
 
 
 def changing_state(model: nn.Module) -> str | None:
-    """Say which schemes keep a state that no recording can follow; None: none does."""
+    """Say which schemes keep a state that a recording cannot update; None: no scheme does."""
     schemes = {
         layer.config.scheme
         for _, layer in metis_layers(model)
@@ -89,14 +89,14 @@ def changing_state(model: nn.Module) -> str | None:
 
 
 class Recordings:
-    """The recordings of a model or a block, by what the host knows of a call.
+    """The recordings of a model or a block, keyed by everything about a call known on the host.
 
     Args:
         model: a converted model, or a part of one.
 
     Attributes:
-        recordings: how many were made.
-        refused: why steps run in Python; None where they are recorded.
+        recordings: number of recordings made.
+        refused: why steps run in Python; None if they are recorded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -106,11 +106,11 @@ class Recordings:
         self.recordings = 0
         self._seen: dict[Hashable, int] = {}
         self._precisions: list[list[tuple[MetisConfig, Scheme]]] = []
-        self._is_full = False  # and it has been said
+        self._is_full = False  # and the warning was logged
         self.refused: str | None = None
 
     def runs_in_python(self, leaves: Sequence[Any]) -> bool:
-        """Return whether a call with these values is not to be recorded, nor played."""
+        """Return whether a call with these values must run in Python."""
         if self.refused or any(layer._forward_hooks for layer in self._layers):
             return True
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
@@ -118,11 +118,11 @@ class Recordings:
         return bool(unknown)
 
     def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the recording of a kind of call; None where it runs in Python.
+        """Return the recording for a kind of call; None if the call must run in Python.
 
         Args:
-            key: what the host knows of the call beside the layers and their parameters.
-            make: records it; None where that is not possible.
+            key: identifies the call, apart from the state of the layers and their parameters.
+            make: records the call; returns None if that fails.
         """
         precision = self._precision()
         trained = tuple(id(p) for p in self._model.parameters() if p.requires_grad)
@@ -136,8 +136,8 @@ class Recordings:
         return self.made[key]
 
     def _precision(self) -> int:
-        """Return a number for the precision of the layers: its place among all that were seen."""
-        # By value: each switch makes other configs and schemes.
+        """Return the index of the layers' current precision among all precisions seen."""
+        # Compared by value: each switch makes new config and scheme objects.
         now = [(layer.config, layer.scheme) for layer in self._layers]
         for place, seen in enumerate(self._precisions):
             if seen == now:
@@ -147,12 +147,12 @@ class Recordings:
         return len(self._precisions) - 1
 
     def _phases(self) -> frozenset[Hashable]:
-        """Return the phases that the states of the layers are in."""
+        """Return the current phases of the layers' states."""
         states = ((layer, layer.scheme.state) for layer in self._layers if layer.state_names)
         return frozenset(state.phase(layer.state_buffers()) for layer, state in states if state)
 
     def _make_room(self, precision: int) -> bool:
-        """Return whether a step may be recorded; a recording of another precision gives way."""
+        """Return whether a step may be recorded; evict a recording of another precision if full."""
         if len(self.made) < MOST_RECORDINGS:
             return True
         for key in self.made:
@@ -169,7 +169,7 @@ class Recordings:
         return False
 
     def refuse(self, reason: str) -> None:
-        """Run in Python from now on, and say why."""
+        """Run in Python from now on, and log the reason."""
         self.refused = reason
         logger.warning("cuda_graphs: steps run in Python: %s", reason)
 
@@ -179,7 +179,7 @@ class StepGraphs(Recordings):
 
     Args:
         model: a converted model.
-        record: records a step; None: into CUDA graphs.
+        record: records a step; None: into a CUDA graph.
     """
 
     def __init__(self, model: nn.Module, record: Recorder | None = None) -> None:
@@ -187,16 +187,16 @@ class StepGraphs(Recordings):
         self.record = CudaRecorder() if record is None else record
         if reason := changing_state(model):
             self.refuse(reason)
-        self._places: set[int] = set()  # of the gradients of all recordings, which keep them
+        self._places: set[int] = set()  # ids of the gradient buffers of all recordings
 
     def run(self, step: Step, inputs: Inputs, count: Any, *, extra: Hashable = None) -> Tensor:
-        """Compute the loss of a batch, and add its gradients to the parameters'.
+        """Compute the loss of a batch, and add its gradients to `p.grad`.
 
         Args:
-            step: does so in Python; called with the batch and `num_items_in_batch`.
+            step: the step in Python, called with the batch and `num_items_in_batch`.
             inputs: the batch, on the model's device.
             count: `num_items_in_batch`: an int, a 0-dim tensor or None.
-            extra: whatever else of a step is a constant of Python's.
+            extra: other Python values that a recording fixes as constants.
 
         Returns:
             The loss, 0-dim.
@@ -204,20 +204,20 @@ class StepGraphs(Recordings):
         leaves, tree = tree_flatten(dict(inputs))
         if self.runs_in_python(leaves):
             return step(inputs, count)
-        counted = form(count) if isinstance(count, Tensor) else type(count)  # copied, as a number
+        counted = form(count) if isinstance(count, Tensor) else type(count)  # value is copied in
         key = (str(tree), *map(form, leaves), counted, extra)
         found = self.find(key, lambda: self._new(step, inputs, count))
         return step(inputs, count) if found is None else self._play(found, leaves, count)
 
     def forget(self) -> None:
-        """Forget the recordings, and give back what they keep of the device's memory."""
+        """Drop the recordings and free their device memory."""
         self.made.clear()
         self._places.clear()
         if isinstance(self.record, CudaRecorder):
             self.record = CudaRecorder()
 
     def _new(self, step: Step, inputs: Inputs, count: Any) -> _Recording | None:
-        """Record a step; None where that is not possible."""
+        """Record a step; return None if that fails."""
         leaves, tree = tree_flatten(dict(inputs))
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         places = tree_unflatten(leaves, tree)
@@ -225,11 +225,11 @@ class StepGraphs(Recordings):
         place = None if count is None else torch.as_tensor(count, device=device).clone()
         reason = ""
         for masks in (_masks_of_whole_rows(inputs), contextlib.nullcontext()):
-            release(self._model)  # what is kept of a weight would become a constant
+            release(self._model)  # a cached weight operand would become a constant
             try:
                 trained = (p for p in self._model.parameters() if p.requires_grad)
-                # DDP waits for the gradients of its own on the stream that it was made on, which is
-                # not the one that is recorded.
+                # Record with parameters that DDP does not hook: its hooks wait on the stream on
+                # which DDP was built, not on the recorded stream.
                 others = {p: nn.Parameter(p.detach()) for p in trained}
                 with masks, stand_ins(self._model, others):
                     play, loss = self.record(lambda: step(places, place))
@@ -238,7 +238,7 @@ class StepGraphs(Recordings):
                 self._places |= {id(grad) for _, grad in gradients}
                 return _Recording(tensors, place, play, loss, gradients)
             except RuntimeError as error:
-                cause = error.__context__ or error  # leaving the recording fails after that, too
+                cause = error.__context__ or error  # ending the capture then fails too
                 reason = str(cause).strip().splitlines()[0]
             finally:
                 release(self._model)
@@ -254,8 +254,8 @@ class StepGraphs(Recordings):
                 recording.count.copy_(count, non_blocking=True)
             else:
                 recording.count.fill_(count)
-        # Playing overwrites the gradients of the last micro-batch: its own recording's, and the
-        # others', which share its memory.
+        # A replay overwrites the gradients of the last micro-batch, even if another recording made
+        # them: all recordings share memory.
         for p in self._model.parameters():
             if id(p.grad) in self._places:
                 p.grad = p.grad.clone()  # type: ignore[union-attr]
@@ -274,7 +274,7 @@ class StepGraphs(Recordings):
 
 @contextlib.contextmanager
 def stand_ins(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Let a model hold other parameters in place of its own."""
+    """Replace parameters of a model with others inside the block."""
     held = [
         (module, name, p)
         for module in model.modules()
@@ -291,13 +291,13 @@ def stand_ins(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> 
 
 
 def average(model: DistributedDataParallel) -> None:
-    """Average gradients over processes, and give all of them the first one's buffers.
+    """Average gradients over processes, and broadcast the first process's buffers.
 
-    As DDP does after a backward pass and before the next forward pass, for steps that did not go
-    through it.
+    DDP does the same in its backward pass and before the next forward pass; this is for steps that
+    bypass DDP.
 
     Raises:
-        ValueError: a parameter that trains has no gradient, and other processes may have one.
+        ValueError: a trainable parameter has no gradient, while other processes may have one.
     """
     trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
     if missing := [name for name, p in trained if p.grad is None]:
@@ -320,16 +320,17 @@ def average(model: DistributedDataParallel) -> None:
 
 @contextlib.contextmanager
 def _masks_of_whole_rows(inputs: Inputs) -> Iterator[None]:
-    """Let transformers leave causal masks to the attention kernel while a step is recorded."""
-    # It reads from the GPU whether rows are padded or packed, and makes a mask in full where it
-    # cannot ask: that takes a slower kernel. A batch without mask and positions is neither.
+    """Make transformers leave causal masks to the attention kernel while a step is recorded."""
+    # transformers reads from the GPU whether rows are padded or packed. During a capture it cannot,
+    # and builds a full mask, which needs a slower kernel. A batch without mask and positions is
+    # neither padded nor packed.
     found: list[tuple[Any, str, Any]] = []
     if not {"attention_mask", "position_ids"} & inputs.keys():
         for module, name, answer in (
             (import_utils, "is_cuda_stream_capturing", lambda: False),
             (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
         ):
-            if hasattr(module, name):  # of transformers 5
+            if hasattr(module, name):  # only in transformers 5
                 found.append((module, name, getattr(module, name)))
                 setattr(module, name, answer)
     try:
@@ -340,7 +341,7 @@ def _masks_of_whole_rows(inputs: Inputs) -> Iterator[None]:
 
 
 def obstacles(args: TrainingArguments) -> list[str]:
-    """Return why the steps of a run cannot be recorded; nothing where they can."""
+    """Return the reasons why the steps of a run cannot be recorded; [] if they can."""
     reasons = []
     if os.environ.get(ENVIRONMENT) == "0":
         reasons.append(f"{ENVIRONMENT}=0 is set")
@@ -383,7 +384,7 @@ def check(args: TrainingArguments) -> None:
     """Refuse a run whose steps cannot be recorded.
 
     Raises:
-        ValueError: it names what is in the way, and what to do.
+        ValueError: with the reasons and the remedies.
     """
     reasons = obstacles(args)
     if reasons:

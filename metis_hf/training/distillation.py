@@ -1,4 +1,4 @@
-"""DistillTrainer: trains a quantized student towards the distributions of its frozen teacher."""
+"""DistillTrainer: trains a quantized student to match the distributions of a frozen teacher."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from metis_hf.training.trainer import MetisTrainer
 
 
 class DistillTrainerMixin:
-    """For Trainer and its subclasses: quantization-aware distillation (QAD).
+    """Mixin for Trainer and its subclasses: quantization-aware distillation (QAD).
 
-    Write `class QadSFT(DistillTrainerMixin, MetisTrainerMixin, SFTTrainer)` for TRL. The loss is
+    For TRL, write `class QadSFT(DistillTrainerMixin, MetisTrainerMixin, SFTTrainer)`. The loss is
 
         (1 - cross_entropy_share) * KL(teacher || student) + cross_entropy_share * cross entropy
 
-    The KL is the mean over all tokens that `attention_mask` names, or all tokens without one: the
-    logits at each of them, also at the last and where labels are -100 (prompts), teach what comes
-    next. Labels are needed for evaluation and the cross entropy only. With gradient accumulation
-    and several processes each token has one weight, however the tokens are spread, as in Trainer's
-    own loss (`average_tokens_across_devices`).
+    The KL is the mean over all tokens in `attention_mask`, or all tokens without a mask, including
+    the last token and tokens with label -100 (prompts). Labels are needed only for evaluation and
+    the cross entropy. With gradient accumulation and several processes every token has the same
+    weight, as in Trainer's own loss (`average_tokens_across_devices`).
 
     `evaluate` reports `eval_loss`, the cross entropy that Trainer reports without a teacher, and
-    `eval_kl`, the KL at temperature 1. Runs compare by both. A subclass's own metrics in
+    `eval_kl`, the KL at temperature 1; compare runs by both. A subclass's own metrics in
     `compute_loss`, such as TRL's entropy and token accuracy, are not computed.
 
         >>> from transformers import AutoModelForCausalLM
@@ -41,23 +40,22 @@ class DistillTrainerMixin:
         ... )
         >>> before, result, after = trainer.evaluate(), trainer.train(), trainer.evaluate()
 
-    Memory: the loss keeps the student's and the teacher's logits and nothing more of their size,
-    see `distillation_loss`; the cross entropy takes what it takes in Trainer. Checkpoints hold the
-    student alone, and a run that is resumed needs the same teacher again.
+    Memory: the loss keeps the student's and the teacher's logits and allocates nothing else of that
+    size, see `distillation_loss`; the cross entropy needs as much as in Trainer. Checkpoints hold
+    only the student; a resumed run needs the same teacher again.
 
     Args:
-        args: for Trainer, as all other arguments that are not named here.
+        args: for Trainer.
         teacher: a model, which is frozen and moved to the student's device; a path or hub name,
             loaded in the student's dtype (BF16 or FP16 under `bf16` or `fp16`); None: the student
-            itself without quantizers and adapters, where all that trains is a PEFT adapter. A
-            teacher with converted layers runs them unquantized. Each process holds it whole.
-        temperature: what both logits are divided by in training, > 0.
+            itself without quantizers and adapters, if only a PEFT adapter trains. A teacher's
+            converted layers run unquantized. Each process holds the whole teacher.
+        temperature: divides both logits in training, > 0.
         cross_entropy_share: share of the labels' cross entropy in the loss, 0 to 1.
         kwargs: for Trainer.
 
     Raises:
-        ValueError: a temperature or share out of range, or a teacher that does not fit; see
-            `Teacher`.
+        ValueError: a temperature or share out of range, or an unsuitable teacher; see `Teacher`.
     """
 
     def __init__(
@@ -86,10 +84,10 @@ class DistillTrainerMixin:
             tokenizer=trainer.processing_class,
         )
         self._tokens_of_step: Tensor | None = None
-        self._divergences: list[Tensor] = []  # of an evaluation: sum over tokens, tokens
+        self._divergences: list[Tensor] = []  # in evaluation: (sum over tokens, token count)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as Trainer does."""
+        """Train with Trainer."""
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -105,7 +103,7 @@ class DistillTrainerMixin:
             count = trainer.accelerator.reduce(count, "sum")
         if self._tokens_of_step is None:
             self._tokens_of_step = count.clone()
-        else:  # in place: a recording of a step (`cuda_graphs`) reads it where it was
+        else:  # in place: a recorded step (`cuda_graphs`) reads this tensor
             self._tokens_of_step.copy_(count)
         return batches, labels
 
@@ -122,10 +120,10 @@ class DistillTrainerMixin:
             model: the student, as Trainer wrapped it.
             inputs: its keyword arguments.
             return_outputs: return (loss, the student's outputs).
-            num_items_in_batch: labels of the whole step, which the cross entropy is divided by.
+            num_items_in_batch: number of labels in the whole step; divides the cross entropy.
 
         Raises:
-            ValueError: logits of two shapes, or none; an attention mask of another form than
+            ValueError: the logits differ in shape or are missing, or the attention mask is not
                 [batch, tokens].
         """
         trainer: Any = self
@@ -134,12 +132,12 @@ class DistillTrainerMixin:
         with trainer.accelerator.autocast():
             taught = self.teacher.logits(student, inputs)
         if trainer.accelerator.mixed_precision != "no":
-            taught = taught.float()  # as accelerate makes the student's: one buffer serves both
+            taught = taught.float()  # as accelerate casts the student's: the loss reuses it
         entropy: Any = 0.0
         if model.training and not self.cross_entropy_share:
             outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
         else:
-            # Trainer's own: a subclass's may return a loss without the logits that it is made of.
+            # Trainer's own method: a subclass's may return a loss without logits.
             entropy, outputs = Trainer.compute_loss(
                 trainer, model, {**inputs}, True, num_items_in_batch
             )
@@ -153,28 +151,28 @@ class DistillTrainerMixin:
             rows = zip(logits.detach(), taught, mask)
             summed = torch.stack([distillation_loss(*row, tokens=1) for row in rows])
             of_rows = torch.stack([summed, mask.sum(-1).to(summed)], 1)
-            # Of all processes, without the rows that fill up their last batch.
+            # Over all processes, without the rows that pad the last batch.
             self._divergences.append(trainer.accelerator.gather_for_metrics(of_rows).sum(0))
         return (loss, outputs) if return_outputs else loss
 
     def _divergence(
         self, logits: Tensor, taught: Tensor, mask: Tensor, labels_of_step: Tensor | int | None
     ) -> Tensor:
-        """Return a micro-batch's part of the step's KL, of which Trainer makes their mean."""
-        # Trainer adds the gradients of a step's micro-batches and averages over processes.
+        """Return a micro-batch's share of the step's KL, scaled so that Trainer yields the mean."""
+        # Trainer sums the gradients of a step's micro-batches and averages them over processes.
         trainer: Any = self
         loss = distillation_loss(
             logits, taught, mask, temperature=self.temperature, tokens=self._tokens_of_step
         )
-        if self._tokens_of_step is None:  # called by hand: the mean over this batch
+        if self._tokens_of_step is None:  # called outside training: the mean over this batch
             return loss
         if trainer.args.average_tokens_across_devices:
             loss = loss * trainer.accelerator.num_processes
         counted = trainer.model_accepts_loss_kwargs and labels_of_step is not None
         counted = counted or trainer.compute_loss_func is not None
-        said = getattr(trainer, "loss_is_scaled_for_ga", None)  # by a subclass
+        said = getattr(trainer, "loss_is_scaled_for_ga", None)  # set by a subclass
         if not (counted if said is None else said):
-            # Trainer takes the loss for a mean over the micro-batch, and is about to divide it.
+            # Trainer takes the loss for the micro-batch's mean and will divide it.
             loss = loss * trainer.current_gradient_accumulation_steps
         return loss
 
@@ -199,10 +197,10 @@ class DistillTrainerMixin:
 
 
 def token_mask(inputs: dict[str, Any]) -> Tensor:
-    """Return which positions of a batch are tokens and not padding, as [b s] bool.
+    """Return the mask of the positions that are tokens, not padding, [b s] bool.
 
     Raises:
-        ValueError: an attention mask of another form, or no tokens to count.
+        ValueError: the attention mask is not 2-D, or the batch has no tokens.
     """
     mask = inputs.get("attention_mask")
     if mask is None:
@@ -220,7 +218,7 @@ def token_mask(inputs: dict[str, Any]) -> Tensor:
 
 
 def _teacher_dtype(trainer: Any) -> torch.dtype:
-    """Return the dtype that the student computes in, for the teacher."""
+    """Return the student's compute dtype, in which the teacher is loaded."""
     if trainer.args.bf16:
         return torch.bfloat16
     if trainer.args.fp16:

@@ -3,8 +3,8 @@
     loss = T^2 / n  sum over tokens of  sum_v p_v (log p_v - log q_v)
     p = softmax(teacher / T), q = softmax(student / T);  d loss / d student = T (q - p) / n
 
-Logits are a training step's largest tensors: 8192 tokens of a vocabulary of 262k are 4.3 GB in
-BF16. So rows are worked through in chunks, and the gradient replaces the teacher's logits.
+Logits are the largest tensors of a training step: 8192 tokens with a vocabulary of 262k take 4.3 GB
+in BF16. So rows are processed in chunks, and the gradient overwrites the teacher's logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of a chunk of rows: 32 MiB for each of the few fp32 tensors that are made of it.
+# Elements in a chunk of rows: 32 MiB per fp32 temporary.
 CHUNK_ELEMENTS = 2**23
 
 
@@ -30,29 +30,30 @@ def distillation_loss(
 ) -> Tensor:
     """Return KL(teacher || student), the mean over tokens, times temperature^2.
 
-    The factor keeps the gradient's size when the temperature changes (Hinton et al., arXiv
-    1503.02531). All arithmetic is fp32, whatever the dtype of the logits. A logit of -inf, as of a
-    padded vocabulary, has probability 0; where both have it, it adds nothing.
+    The factor keeps the gradient's magnitude independent of the temperature (Hinton et al., arXiv
+    1503.02531). All arithmetic is fp32. A logit of -inf, such as in a padded vocabulary, has
+    probability 0 and adds nothing if both models have it.
 
-    The teacher gets no gradient. **Its logits are overwritten**, by the student's gradient, where
-    the student needs one and the two tensors have one dtype, so that the loss allocates nothing of
-    their size. Elsewhere (other dtypes, a teacher that needs a gradient itself, one that is not
-    contiguous or shares memory with the student) the gradient is allocated in the student's dtype.
+    The teacher gets no gradient. **Its logits are overwritten** with the student's gradient if the
+    student needs one and both tensors have the same dtype, so that the loss allocates nothing of
+    their size. Otherwise (dtypes or devices differ, or the teacher's logits require a gradient, are
+    not contiguous or share memory with the student's) the gradient is allocated in the student's
+    dtype.
 
     Args:
         student_logits: [... v]
-        teacher_logits: [... v], of the same shape; may be overwritten, see above.
-        mask: [...] bool, the rows that count; the others have a gradient of zero, whatever their
-            logits are. None: all.
-        temperature: T > 0, which divides both logits.
-        tokens: number that the sum is divided by, as of all micro-batches of a step; None: the
-            rows that count.
+        teacher_logits: [... v], the same shape; may be overwritten, see above.
+        mask: [...] bool, the rows that count; other rows have a gradient of zero, even if their
+            logits are not finite. None: all rows count.
+        temperature: T > 0, divides both logits.
+        tokens: divisor of the sum, such as the tokens in all micro-batches of a step; None: the
+            number of rows that count.
 
     Returns:
-        0-dim fp32 tensor; 0 where no row counts.
+        0-dim fp32 tensor; 0 if no row counts.
 
     Raises:
-        ValueError: shapes that do not belong together, or a temperature that is not positive.
+        ValueError: the shapes do not match, or the temperature is not positive and finite.
     """
     check_temperature(temperature)
     if student_logits.shape != teacher_logits.shape or student_logits.dim() == 0:
@@ -77,13 +78,13 @@ def distillation_loss(
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature that no softmax can be taken at."""
+    """Refuse a temperature that is not positive and finite."""
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature={temperature}; expected a number > 0, such as 1.0")
 
 
 class _Divergence(torch.autograd.Function):
-    """The loss, whose gradient is made with it and kept in place of the teacher's logits."""
+    """The loss; forward also computes the gradient, over the teacher's logits if possible."""
 
     @staticmethod
     def forward(
@@ -105,10 +106,10 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # A second backward pass finds that the saved tensor was changed, and autograd says so.
+        # A second backward pass raises autograd's error: the saved tensor was modified in place.
         (gradient,) = ctx.saved_tensors
         rows = gradient.view(-1, gradient.shape[-1])
-        for chunk in _chunks(rows):  # in fp32: a factor of 0.7 in BF16 would be 0.6992
+        for chunk in _chunks(rows):  # in fp32: a factor of 0.7 would become 0.6992 in BF16
             rows[chunk] = rows[chunk].float() * grad_output
         return gradient, None, None, None, None
 
@@ -121,7 +122,7 @@ def _divergence(
     temperature: float,
     gradient: Tensor | None,
 ) -> Tensor:
-    """Return the loss, and write its gradient for the student's logits."""
+    """Return the loss, and write the gradient of the student's logits to `gradient` unless None."""
     with torch.no_grad():
         width = student.shape[-1]
         student, teacher = student.reshape(-1, width), teacher.reshape(-1, width)
@@ -132,7 +133,7 @@ def _divergence(
             log_p = torch.log_softmax(teacher[chunk].float() / temperature, -1)
             log_q = torch.log_softmax(student[chunk].float() / temperature, -1)
             p = log_p.exp()
-            # 0 where p is 0: -inf - -inf is no number. A teacher's NaN stays NaN.
+            # 0 where p is 0, since -inf - -inf is NaN. NaN from the teacher stays NaN.
             terms = torch.where(p == 0, 0, p * (log_p - log_q))
             total += terms.sum(-1).masked_fill(skipped, 0).sum()
             if out is not None:
@@ -142,14 +143,14 @@ def _divergence(
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Yield slices that together are all rows of a matrix [t v]."""
+    """Yield slices that cover all rows of a matrix [t v]."""
     count = max(1, CHUNK_ELEMENTS // max(1, rows.shape[1]))
     for start in range(0, rows.shape[0], count):
         yield slice(start, start + count)
 
 
 def _may_overwrite(teacher: Tensor, student: Tensor) -> bool:
-    """Tell whether the teacher's logits can become the student's gradient."""
+    """Return whether the student's gradient can overwrite the teacher's logits."""
     return (
         teacher.dtype == student.dtype
         and teacher.device == student.device

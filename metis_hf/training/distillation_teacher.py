@@ -1,4 +1,4 @@
-"""The teacher of a distillation: where it comes from, whether it fits, and how it is run."""
+"""The teacher in distillation: loads, checks and runs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from metis_hf.conversion.convert import metis_layers
 from metis_hf.shared.messages import shown
 from metis_hf.training.precision import high_precision
 
-# What only the student gets.
+# Inputs that only the student gets.
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 _OTHER_VOCABULARY = (
     "distillation compares whole next-token distributions, so both need one vocabulary. Take a "
@@ -31,15 +31,15 @@ class Teacher:
 
     Args:
         source: a causal language model; a path or hub name of one; None: the student itself.
-        student: the model that is trained, before it is wrapped.
-        device: where the student is.
-        dtype: what a model that is loaded from a path is loaded in.
-        tokenizer: the student's, which a tokenizer that lies beside the teacher is compared with.
+        student: the trained model, before it is wrapped.
+        device: of the student.
+        dtype: for a teacher loaded from a path or the hub.
+        tokenizer: the student's, compared with the tokenizer saved with the teacher.
 
     Raises:
-        ValueError: a teacher that is no causal language model, or has another vocabulary, or shares
-            parameters with the student; None, where the student's dense weights train or none of
-            its layers is converted; a teacher under DeepSpeed ZeRO-3.
+        ValueError: the teacher is not a causal language model, has another vocabulary, shares
+            parameters with the student, or runs under DeepSpeed ZeRO-3; `source` is None although
+            weights other than adapters train or no layer of the student is converted.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Teacher:
         """Return the teacher's logits [b s v] for a batch.
 
         Args:
-            student: the model that is trained, unwrapped; the teacher itself where no other is.
-            inputs: keyword arguments of the student, of which labels are left out.
+            student: the trained model, unwrapped; used if the student is its own teacher.
+            inputs: keyword arguments of the student; labels are left out.
         """
         model = student if self.model is None else self.model
         given = {key: value for key, value in inputs.items() if key not in _OF_THE_LOSS}
@@ -93,11 +93,11 @@ def logits_of(role: str, outputs: Any) -> Tensor:
     """Return the logits among a model's outputs.
 
     Args:
-        role: "teacher" or "student".
-        outputs: what the model returned.
+        role: "teacher" or "student", for the message.
+        outputs: of the model.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no logits.
     """
     logits = getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
@@ -110,7 +110,7 @@ def logits_of(role: str, outputs: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode inside the block; each module gets its own mode back."""
+    """Put a model in evaluation mode inside the block, then restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -123,7 +123,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_adapters(model: Any) -> Iterator[None]:
     """Turn PEFT's adapters off inside the block."""
-    # On leaving it PEFT would let all of them train.
+    # PEFT makes all adapters trainable on exit.
     before = [(param, param.requires_grad) for param in model.parameters()]
     try:
         with model.disable_adapter():
@@ -134,19 +134,19 @@ def _without_adapters(model: Any) -> Iterator[None]:
 
 
 def _load(name: str, student: nn.Module, dtype: torch.dtype, tokenizer: Any) -> nn.Module:
-    """Load a teacher from a path or the hub, after what its config and tokenizer say is checked."""
+    """Load a teacher from a path or the hub, after checking its config and tokenizer."""
     config = AutoConfig.from_pretrained(name)
     _check_decoder("the teacher", config)
     _check_sizes(_vocabulary(student), config.get_text_config().vocab_size)
     _check_tokens(tokenizer, name)
-    # FSDP may read checkpoints on one process only, to send the weights when it shards the model.
-    # Nothing shards the teacher.
+    # Under FSDP, transformers may load weights on one process only, for FSDP to broadcast when it
+    # shards the model. The teacher is not sharded.
     with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
 
 
 def _check_causal(role: str, model: Any) -> None:
-    """Refuse what gives no next-token distribution."""
+    """Refuse anything but a decoder with a language model head."""
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
         raise ValueError(
@@ -170,13 +170,13 @@ def _check_decoder(role: str, config: Any) -> None:
 
 
 def _head(model: Any) -> Any:
-    """Return the layer that makes logits; None where there is none."""
+    """Return the output head, or None."""
     find = getattr(model, "get_output_embeddings", None)
     return None if find is None else find()
 
 
 def _vocabulary(model: Any) -> int:
-    """Return the number of logits of a token."""
+    """Return the number of logits per token."""
     width = getattr(_head(model), "out_features", None)
     return width or model.config.get_text_config().vocab_size
 
@@ -190,12 +190,12 @@ def _check_sizes(student: int, teacher: int) -> None:
 
 
 def _check_tokens(tokenizer: Any, name: str) -> None:
-    """Refuse a teacher whose tokenizer gives a token of the student's another number."""
+    """Refuse a teacher whose tokenizer assigns one of the student's ids to another token."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return
     try:
         theirs = AutoTokenizer.from_pretrained(name)
-    except Exception:  # a checkpoint without a tokenizer raises one of many kinds
+    except Exception:  # the error for a missing tokenizer varies
         return
     tokens = {number: token for token, number in theirs.get_vocab().items()}
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
@@ -207,7 +207,7 @@ def _check_tokens(tokenizer: Any, name: str) -> None:
 
 
 def _check_apart(student: nn.Module, teacher: nn.Module) -> None:
-    """Refuse a teacher that trains with the student, or would freeze it."""
+    """Refuse a teacher that shares parameters with the student."""
     names = {id(param): name for name, param in student.named_parameters()}
     for param in teacher.parameters():
         if id(param) in names:
@@ -234,7 +234,7 @@ def _check_own(student: Any) -> None:
             "teacher=None takes the student without its quantizers and adapters, but it has no "
             f"adapters: its dense weights train, and a teacher must stay as it is. {advice}"
         )
-    with _without_adapters(student):  # takes requires_grad off all that belongs to adapters
+    with _without_adapters(student):  # sets requires_grad=False on all adapter parameters
         trained = [name for name, param in student.named_parameters() if param.requires_grad]
     if trained:
         raise ValueError(

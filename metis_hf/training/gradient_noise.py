@@ -1,10 +1,10 @@
-"""Gradient against quantization noise: when FP4 stops being enough for a training run.
+"""Gradient-to-noise ratio: shows when FP4 stops being sufficient for a training run.
 
 arXiv 2505.19115 ("FP4 All the Way") finds that quantized training becomes less effective once the
 gradient norm falls below about sqrt(3) times the quantization noise: |g| < sqrt(3) sigma_q sqrt(d)
-for d elements whose quantization noise has the standard deviation sigma_q. Here both sides
-belong to one weight's gradient in one wgrad GEMM; noise that reaches a layer's output gradient from
-the dgrad GEMMs of later layers, or its input from earlier layers, is not in it.
+for d elements whose quantization noise has the standard deviation sigma_q. Here both sides are
+measured for one weight's gradient in one wgrad GEMM. Noise in the output gradient from the dgrad
+GEMMs of later layers, and noise in the input from earlier layers, is not included.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class GradientNoise(NamedTuple):
 
 @torch.no_grad()
 def weight_gradient_noise(plan: GemmPlan, x: Tensor, dy: Tensor) -> GradientNoise | None:
-    """Compare the wgrad GEMM of quantized operands with the GEMM of exact ones.
+    """Compare the wgrad GEMM of quantized operands with the GEMM of exact operands.
 
-    G = dy^T x and G_q = dy_hat^T x_hat with the operands of `plan`, to the bit those that the
-    backward pass multiplies, and with what it adds to their product. Both products are taken in
-    fp32 from operands in the GEMM's dtype, so that |G_q - G| is the work of the quantizers alone.
+    G = dy^T x, and G_q = dy_hat^T x_hat with the same operands, to the bit, and the same
+    corrections as in the backward pass. Both products are computed in fp32 from operands in the
+    GEMM's dtype, so that |G_q - G| comes from the quantizers alone.
 
     Args:
         plan: of the forward call, with its noise keys.
         x: [t i], the input of the call.
-        dy: [t o], the gradient of its output.
+        dy: [t o], the gradient of the call's output.
 
     Returns:
-        The norms; NaN both where a tensor has NaN or inf. None where nothing is quantized (bf16,
-        or a backward pass in high precision) and where there is no noise (a gradient of zero).
+        The norms, both NaN if a tensor has NaN or inf. None if nothing is quantized (bf16, or a
+        backward pass in high precision) or the noise is zero (a zero gradient).
     """
     roles = (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
     if all(plan.scheme.resolve(role)[1].quantizer is None for role in roles):
@@ -65,7 +65,7 @@ def weight_gradient_noise(plan: GemmPlan, x: Tensor, dy: Tensor) -> GradientNois
 
 
 def _fp32(operand: Quantized) -> Quantized:
-    """Return the same in fp32 (fp64 stays), with its scale in the values."""
+    """Return the operand in fp32 (fp64 stays), with its scale multiplied into the values."""
     values = operand.values
     values = values if values.dtype is torch.float64 else values.float()
     scaled = values if operand.scale is None else values * operand.scale
@@ -73,10 +73,10 @@ def _fp32(operand: Quantized) -> Quantized:
 
 
 def signal_to_noise(norms: Sequence[GradientNoise]) -> float | None:
-    """Return |G| / (sqrt(3) noise) of several layers together: 1 is the paper's threshold.
+    """Return |G| / (sqrt(3) noise) over several layers: 1 is the paper's threshold.
 
-    Norms are summed in squares, as if of one long vector. None without a layer; NaN if any
-    layer's norms are.
+    Squared norms are summed, as if the layers were one long vector. Return None for no layers, and
+    NaN if the norms of any layer are NaN.
     """
     if not norms:
         return None
@@ -87,7 +87,7 @@ def signal_to_noise(norms: Sequence[GradientNoise]) -> float | None:
 def noise_ratios(
     per_layer: Mapping[str, Sequence[float]], group: Callable[[str], str] = group_of
 ) -> dict[str, float]:
-    """Return "noise/<group>/ratio" for each group of layers, and "noise/ratio" for all of them.
+    """Return "noise/<group>/ratio" for each group of layers, and "noise/ratio" over all layers.
 
     Args:
         per_layer: layer name -> (gradient norm, noise norm), as in the health file.
@@ -103,11 +103,11 @@ def noise_ratios(
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where the smoothed ratio falls below 1 and stays there.
+    """The step at which the smoothed ratio falls below 1 and stays there.
 
     Attributes:
-        step: the first measured step below; None if it does not stay below.
-        from_start: it was never above.
+        step: the first measured step below 1; None if the ratio does not stay below.
+        from_start: the ratio was never above 1.
     """
 
     step: int | None
@@ -117,13 +117,13 @@ class Crossing:
 def find_crossing(steps: Sequence[int], ratios: Sequence[float]) -> Crossing:
     """Return the step from which a series of |G| / (sqrt(3) noise) stays below 1.
 
-    The median of three measurements is compared with 1, centred but whole at both ends, so that a
-    single measurement on the other side decides nothing. Three or fewer in all are compared as they
-    are.
+    A running median of three is compared with 1, so that a single outlier decides nothing; the
+    windows at both ends are shifted inward to full length. Series of up to three finite ratios are
+    compared without smoothing.
 
     Args:
-        steps: where it was measured, ascending.
-        ratios: as many; NaN (a step with NaN in a tensor) belongs to no side.
+        steps: measured steps, ascending.
+        ratios: one per step; NaN (a step with NaN in a tensor) is skipped.
     """
     finite = [(step, ratio) for step, ratio in zip(steps, ratios) if math.isfinite(ratio)]
     count = len(finite)
@@ -133,6 +133,6 @@ def find_crossing(steps: Sequence[int], ratios: Sequence[float]) -> Crossing:
     if not below or not below[-1]:
         return Crossing(None)
     start = len(below) - sum(1 for _ in itertools.takewhile(bool, reversed(below)))
-    # A window that is whole at the ends has the first measurements in it, which may be above.
+    # The windows contain later measurements, so the first single ratios may still be above 1.
     start = next(i for i in range(start, count) if finite[i][1] < 1)
     return Crossing(finite[start][0], from_start=start == 0)

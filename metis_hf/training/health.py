@@ -1,16 +1,16 @@
-"""Spectral and quantization statistics of tensors and layers; used by the callback and by analyses.
+"""Spectral and quantization statistics of tensors and layers, for the callback and for analyses.
 
-Nothing here runs in a normal training step. Statistics are floats by name:
+Nothing here runs in an unmeasured training step. Statistics are floats by name:
   stable_rank   |x|_F^2 / sigma_1^2
   energy        share of |x|_F^2 in the kept low-rank part
-  narrowing     max |x| / max |residual|: how much range the split takes away
+  narrowing     max |x| / max |residual|: range reduction by the split
   orthogonality max of |u^T u - I| and |vh vh^T - I|, entrywise (split weights only)
-  sqnr_db       signal to quantization noise of the operand as the GEMM gets it
-  zeroed        share of non-zero elements that the quantizer turns to zero
-  saturated     share of elements beyond the largest value their block can hold
+  sqnr_db       signal-to-quantization-noise ratio of the GEMM operand
+  zeroed        share of non-zero elements that are quantized to zero
+  saturated     share of elements beyond the largest value their block can represent
   nonfinite     share of NaN and inf elements
-A low-rank part that is the whole tensor, as of an expert with few tokens, has neither energy nor
-narrowing: its residual is the rounding of fp32.
+If the low-rank part is the whole tensor, as for an expert with few tokens, energy and narrowing are
+left out: the residual is only fp32 rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from metis_hf.transforms import spectral_split
 
 Stats = dict[str, float]
 TENSORS = ("weight", "activation", "gradient")
-# Means over all layers in every log: what to watch. Details are logged by choice.
+# Means over all layers, always logged; details are optional.
 LOGGED = (
     "weight/sqnr_db", "activation/sqnr_db", "gradient/sqnr_db",
     "activation/stable_rank", "gradient/zeroed", "noise/ratio",
@@ -47,9 +47,9 @@ _POWER_STEPS = 12
 def spectral_norm(x: Tensor) -> Tensor:
     """Return the largest singular value of x [t c], 0-dim, by power iteration from a fixed start.
 
-    A lower bound, within about 1 % of the value where sigma_1/sigma_2 > 1.1.
+    The result is a lower bound, within about 1 % if sigma_1/sigma_2 > 1.1.
     """
-    # Products of huge or tiny values must not leave the fp32 range.
+    # Scale to avoid overflow and underflow in fp32.
     largest = x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
     x = x / largest
     v = uniform((x.shape[1],), Key(7), x.device).sub_(0.5).to(x.dtype)
@@ -69,14 +69,14 @@ def stable_rank(x: Tensor) -> Tensor:
 def element_fates(
     x: Tensor, quantizer: Quantizer, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (zeroed, saturated): shares of elements lost at the two ends of the format; 0-dim.
+    """Return (zeroed, saturated), 0-dim: shares of elements below and above the format's range.
 
-    Both are measured with `Quantizer.deterministic`, so that they have no noise.
+    Both use `Quantizer.deterministic`, so they have no noise.
 
     Args:
         x: blocks run along its last dimension.
         quantizer: of these elements.
-        amax: what the tensor scale is made of; None: of `x`.
+        amax: sets the tensor scale; None: the amax of `x`.
     """
     quantizer = quantizer.deterministic()
     x_hat = quantizer(x, amax=amax)
@@ -87,13 +87,12 @@ def element_fates(
 def operand_health(
     x: Tensor, operand: Operand, *, rank: int, key: Key, row_mask: Tensor | None = None
 ) -> Stats:
-    """Return statistics of an activation or gradient [t c] on its way into a GEMM; none of no rows.
+    """Return statistics of an activation or gradient [t c] as a GEMM operand; {} if it is empty.
 
     Args:
         x: [t c]
-        operand: as its scheme quantizes it.
-        rank: directions of the split that `energy` and `narrowing` refer to, where the operand
-            itself does not split.
+        operand: quantizes x as in the scheme.
+        rank: of the split for `energy` and `narrowing`, if the operand itself does not split.
         key: noise key.
     """
     if not x.numel():
@@ -125,16 +124,16 @@ def _floats(stats: dict[str, Tensor]) -> Stats:
 
 
 def _first_stats(x: Tensor) -> dict[str, Tensor]:
-    """Return the share of NaN and inf of x [t c], and its stable rank where that is defined."""
+    """Return the share of NaN and inf in x [t c], and the stable rank if it is defined."""
     finite = torch.isfinite(x)
     stats = {"nonfinite": 1 - finite.float().mean()}
-    if bool(finite.all()) and x.any():  # ratios of zeros are no numbers
+    if bool(finite.all()) and x.any():  # undefined for x = 0
         stats["stable_rank"] = stable_rank(x)
     return stats
 
 
 def _leaves_a_residual(x: Tensor, rank: int) -> bool:
-    """Return whether x [t c] has more rows and columns than a split keeps; zeros are none."""
+    """Return whether x [t c] has more than `rank` non-zero rows and columns."""
     return min(int(x.any(dim=0).sum()), int(x.any(dim=1).sum())) > rank
 
 
@@ -149,12 +148,12 @@ def _split_stats(x: Tensor, residual: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def weight_health(layer: MetisLayer, state: Any = None) -> Stats:
-    """Return statistics of a layer's weight. Where it is sharded every process has to call this.
+    """Return statistics of a layer's weight. If it is sharded, every process must call this.
 
     Args:
         layer: converted.
-        state: what a call took from the scheme's state, of `plan_of_call`; without it a scheme with
-            channel scales has the figures of the unscaled weight.
+        state: the scheme's frozen state in a call (`plan_of_call`); without it, figures under a
+            scheme with channel scales are of the unscaled weight.
     """
     params = whole_params(layer)
     weight = layer.weight_form.dense(params).float()
@@ -178,7 +177,7 @@ def weight_health(layer: MetisLayer, state: Any = None) -> Stats:
         values = w_hat.values if w_hat.scale is None else w_hat.values * w_hat.scale
         stats["sqnr_db"] = sqnr_db(weight, values[: weight.shape[0], : weight.shape[1]])
         amax = None
-        if not isinstance(form, SplitWeight) or form.exact_factors:  # else a plain quantizer's
+        if not isinstance(form, SplitWeight) or form.exact_factors:  # else quantized unconditioned
             parts = operand.conditioner.parts(residual, quantizer, dim=-1, key=key)
             residual, amax = parts[-1].before, operand.conditioner.tensor_amax()
         stats["zeroed"], stats["saturated"] = element_fates(residual, quantizer, amax)
@@ -187,9 +186,9 @@ def weight_health(layer: MetisLayer, state: Any = None) -> Stats:
 
 @torch.no_grad()
 def split_health(layer: MetisLayer) -> Stats:
-    """Return energy, narrowing and orthogonality of a stored split: what a refresh changes.
+    """Return energy, narrowing and orthogonality of a stored split, which a refresh changes.
 
-    Where the weight is sharded every process has to call this.
+    If the weight is sharded, every process must call this.
     """
     params = whole_params(layer)
     weight = layer.weight_form.dense(params).float()
@@ -207,16 +206,16 @@ def _stored_split_stats(
 
 
 class LayerProbe:
-    """Measures inputs and output gradients of layers during one step, then takes itself out.
+    """Measures inputs and output gradients of layers during one step.
 
-    Each layer is measured once, at its first call (and first backward) after `attach`; so with
-    gradient accumulation the first micro-batch counts, and recomputed passes do not count twice.
+    Each layer is measured once, at its first call and first backward pass after `attach`: with
+    gradient accumulation in the first micro-batch, and not again in a recomputed pass.
 
     Attributes:
         stats: layer -> tensor kind -> statistics.
         noise: layer -> norms of its weight gradient and of the quantization noise in it; only
             trained layers with a quantized wgrad GEMM.
-        states: layer -> what its measured call took from the scheme's state.
+        states: layer -> the scheme's frozen state in the measured call.
     """
 
     def __init__(self) -> None:
@@ -234,7 +233,7 @@ class LayerProbe:
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
-        """Stop measuring; the statistics stay."""
+        """Stop measuring; keep the statistics."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -251,9 +250,9 @@ class _ProbeHook:
         self, layer: MetisLayer, args: tuple[Tensor], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         x = args[0] if args else kwargs["input"]
-        if not (layer.training and x.numel()):  # an expert without a token may get one yet
+        if not (layer.training and x.numel()):  # an expert without tokens may get some later
             return
-        mask = kwargs.get("row_mask")  # experts know which of their rows are tokens
+        mask = kwargs.get("row_mask")  # passed to experts
         mask = layer.row_mask(x) if mask is None else mask
         plan = plan_of_call(layer, x, mask, output.dtype)
         if "activation" not in self.stats:
@@ -261,7 +260,7 @@ class _ProbeHook:
             self.stats["activation"] = self._measure(layer, x, Role.FPROP_INPUT, plan)
         if not output.requires_grad:
             return
-        # Also where it is not needed: a recomputed pass has to save what the first one saved.
+        # Always save x: a recomputed pass must save the same tensors as the first pass.
         held = _Held.apply(x, torch.zeros((), requires_grad=True))
         if self.armed:
             self.armed = False
@@ -293,7 +292,7 @@ class _ProbeHook:
 
 
 class _Held(torch.autograd.Function):
-    """Keeps a tensor for the backward pass as autograd keeps its own: recomputed, or offloaded."""
+    """Saves a tensor for backward through autograd, so that it can be recomputed or offloaded."""
 
     @staticmethod
     def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:
@@ -306,7 +305,7 @@ class _Held(torch.autograd.Function):
 
 
 def plan_of_call(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> GemmPlan:
-    """Return the plan of the call that just took x [... i], noise keys included."""
+    """Return the plan, with noise keys, of the call that just received x [... i]."""
     weight = layer.weight_params()[-1]
     weight = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]
     keys = layer.call_keys(x.detach(), weight.detach())
@@ -319,13 +318,13 @@ def logged_health(
     noise: dict[str, GradientNoise],
     details: str | None = None,
 ) -> Stats:
-    """Return figures for a log: means over all layers, of `LOGGED`, and details if asked for.
+    """Return figures for the log: the means in `LOGGED` over all layers, and requested details.
 
     Args:
         per_layer: layer -> tensor kind -> statistics.
         noise: layer -> norms of its weight gradient and of the noise in it.
-        details: "kinds" adds "<tensor>/<kind>/<statistic>", means over the layers of a kind, and
-            "noise/<kind>/ratio"; "layers" adds both for each layer, under its name.
+        details: "kinds" adds "<tensor>/<kind>/<statistic>", the mean over the layers of a kind, and
+            "noise/<kind>/ratio"; "layers" adds both for each layer, with its name as the kind.
     """
     overall = group_means(per_layer, lambda name: "") | noise_ratios(noise)
     found = {name: overall[name] for name in LOGGED if name in overall}
@@ -338,10 +337,10 @@ def logged_health(
 def group_means(
     per_layer: dict[str, dict[str, Stats]], group: Callable[[str], str] = group_of
 ) -> Stats:
-    """Return means over the layers of a group, named "<tensor>/<group>/<statistic>".
+    """Return means over the layers of each group, named "<tensor>/<group>/<statistic>".
 
-    By default a group is the last part of a layer's name that is no index: q_proj, c_attn, ... A
-    mean is NaN where a layer of the group has NaN or inf, of which it was not measured.
+    By default the group is the last part of a layer's name that is not an index: q_proj, c_attn,
+    ... A mean is NaN if the statistic is missing for a layer of the group because of NaN or inf.
     """
     groups: dict[tuple[str, str], list[Stats]] = {}
     for name, kinds in per_layer.items():

@@ -1,6 +1,6 @@
 """Calls the hooks of schemes' states between optimizer steps, in one process or many.
 
-What the hooks do is in `schemes.states`; here layers are shown to them as they want to see them.
+The hooks are in `schemes.states`; this module gives them each layer as a `StatefulLayer`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from metis_hf.training.refresh import check_engine, reshard, write
 
 @torch.no_grad()
 def after_step(model: nn.Module, step: int, max_steps: int) -> dict[str, dict[str, float]]:
-    """Do what schemes with a state need after an optimizer step; MetisCallback calls it.
+    """Update the states of schemes after an optimizer step; MetisCallback calls this.
 
-    All processes have to call it together. Without it each process (under DDP: the first) goes by
-    what it has seen, and weights that oscillate are left alone.
+    All processes must call it together. Without this call each process (under DDP: the first) uses
+    only statistics of its own batches, and oscillating weights are not reset.
 
     Args:
         model: converted; plain, under DDP, or sharded by FSDP2.
-        step: optimizer steps taken so far, the last one included.
+        step: optimizer steps taken so far.
         max_steps: of the whole training.
 
     Returns:
-        Figures for the log by name: layer name -> value.
+        Figures for the log: name -> layer name -> value.
 
     Raises:
         NotImplementedError: a state writes to weights, under DeepSpeed or FSDP1, which train copies
@@ -52,10 +52,10 @@ def after_step(model: nn.Module, step: int, max_steps: int) -> dict[str, dict[st
 
 
 def check_states(model: nn.Module) -> None:
-    """Refuse engines that would undo what states write to weights.
+    """Refuse engines that would overwrite the changes of states to weights.
 
     Raises:
-        NotImplementedError: such a state, under DeepSpeed or FSDP1.
+        NotImplementedError: a state writes to weights, under DeepSpeed or FSDP1.
     """
     for _, layer in metis_layers(model):
         state = layer.scheme.state
@@ -67,7 +67,7 @@ def check_states(model: nn.Module) -> None:
 
 
 def _layers_by_state(model: nn.Module) -> dict[LayerState, Mapping[str, _Layer]]:
-    """Return the layers that keep a state, equal ones together, in the order of the model."""
+    """Return the layers with a state, grouped by equal states, in the order of the model."""
     groups: dict[LayerState, dict[str, _Layer]] = {}
     for name, layer in metis_layers(model):
         if layer.scheme.state is not None:

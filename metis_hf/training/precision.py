@@ -1,4 +1,4 @@
-"""Changing how a converted model computes while it lives; `precision_schedule` does it in a run."""
+"""Changes the precision of a converted model; `precision_schedule` does so during training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from metis_hf.schemes.states import LayerState
 
 logger = logging.get_logger(__name__)
 
-# Fields that say how to compute. The others say which parameters there are, or key the noise.
+# Fields that affect only computation. The others determine the parameters or key the noise.
 CHANGEABLE = (
     "scheme",
     "scheme_pattern",
@@ -44,16 +44,15 @@ CHANGEABLE = (
 
 
 def set_precision(model: nn.Module, **changes: Any) -> None:
-    """Change how the layers of a converted model compute; its parameters stay as they are.
+    """Change how the layers of a converted model compute, without changing its parameters.
 
-    `attention=...` quantizes the products of its attention, and None gives them back.
+    `attention=...` quantizes the attention products; `attention=None` reverts that.
 
-    The model's config and its `metis_report` change with it, so a checkpoint saved afterwards loads
-    as the model is now.
+    The model's config and `metis_report` are updated too, so a checkpoint saved afterwards loads
+    with the new precision.
 
-    What a scheme has noted of a layer's inputs and weight, such as calibrated scales, goes where
-    the new scheme keeps no such; a warning names it. The scheme before then starts afresh when it
-    comes back.
+    State that the new scheme does not have, such as calibrated scales, is lost with a warning; a
+    switch back then starts with fresh state.
 
     Args:
         model: converted by `get_metis_model`.
@@ -62,7 +61,7 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
 
     Raises:
         ValueError: no converted layer, a field that cannot change, a scheme that stores weights in
-            another form, or one that attention does not take; nothing changes.
+            another form, or a scheme that does not apply to attention; nothing changes.
     """
     layers = _converted(model)
     fixed = [name for name in changes if name not in CHANGEABLE]
@@ -89,22 +88,21 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
     for owner, config, attending in parts:
         _follow(owner, changes, config, attending)
     for adapter in (getattr(model, "peft_config", None) or {}).values():
-        if recorded := getattr(adapter, "metis_config", None):  # what it is trained over
+        if recorded := getattr(adapter, "metis_config", None):  # config of the base
             adapter.metis_config = MetisConfig.from_dict(recorded).replace(**changes).to_dict()
 
 
 @contextlib.contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:
-    """Run all converted layers of a model, and its attention, unquantized inside the block.
+    """Run the converted layers and attention of a model unquantized inside the block.
 
         with high_precision(model), torch.no_grad():
             exact = model(**batch).logits
 
-    The layers compute as those that `to_dense` makes do, bit for bit. Their configs, buffers and
-    noise stay as they are, so that training goes on as if the block had not been; a layer whose
-    precision is changed inside by `set_precision` keeps that change. Backward passes through
-    activations that are recomputed belong inside too. For a switch that checkpoints carry see
-    `set_precision`.
+    The layers compute bit for bit like the layers that `to_dense` makes. Their configs, buffers and
+    noise are unchanged, so training continues as if without the block; a change inside the block by
+    `set_precision` persists. With activation checkpointing, run the backward pass inside the block
+    too. For a switch that is saved in checkpoints see `set_precision`.
 
     Raises:
         ValueError: no converted layer.
@@ -124,7 +122,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _converted(model: nn.Module) -> dict[str, MetisLayer]:
-    """Return the converted layers by name; a model without any is refused."""
+    """Return the converted layers by name; raise ValueError if there are none."""
     layers = dict(metis_layers(model))
     if not layers:
         raise ValueError("the model has no Metis layer; call get_metis_model first")
@@ -132,7 +130,7 @@ def _converted(model: nn.Module) -> dict[str, MetisLayer]:
 
 
 def _lost(layer: MetisLayer, state: LayerState | None, buffers: dict[str, Tensor]) -> set[str]:
-    """Return the names of buffers that a layer has no more, and that were not as at first."""
+    """Return the names of buffers that the layer lost and whose values were not initial."""
     gone = buffers.keys() - set(layer.state_names)
     if state is None or not gone:
         return set()
@@ -142,7 +140,7 @@ def _lost(layer: MetisLayer, state: LayerState | None, buffers: dict[str, Tensor
 
 
 def _warn_of_lost(lost: dict[str, set[str]], layers: dict[str, MetisLayer]) -> None:
-    """Name what a change of schemes has taken from layers."""
+    """Warn about the buffers that layers lost in a change of schemes."""
     names = [name for name, buffers in lost.items() if buffers]
     if not names:
         return
@@ -161,14 +159,14 @@ def _warn_of_lost(lost: dict[str, set[str]], layers: dict[str, MetisLayer]) -> N
 def _follow(
     owner: Any, changes: dict[str, Any], attention: MetisConfig, attending: tuple[str, ...]
 ) -> None:
-    """Let attention, config and report of a converted model be as its layers are now."""
+    """Update attention, config and report of a converted model after its layers changed."""
     set_attention(owner, attention, attending)
     config = getattr(getattr(owner, "config", None), "quantization_config", None)
     if config is not None:
         owner.config.quantization_config = config.replace(**changes)
     if "metis_report" not in vars(owner):
         return
-    by_name = {layer.name: layer for _, layer in metis_layers(owner)}  # without what PEFT adds
+    by_name = {layer.name: layer for _, layer in metis_layers(owner)}  # no PEFT prefix
     report = owner.metis_report
     rows = [
         _as_it_is(row, by_name[row.name]) if row.name in by_name else row for row in report.layers
@@ -182,7 +180,7 @@ def _follow(
 
 
 def _as_it_is(row: LayerReport, layer: MetisLayer) -> LayerReport:
-    """Return a layer's row of the report, as the layer computes now."""
+    """Return the layer's report, updated to its current precision."""
     scheme, config = layer.scheme, layer.config
     emulated = why_emulated(config, scheme, layer.weight_params()[-1].device)
     asks = config.backend != "emulated" and not scheme.is_high_precision
@@ -197,7 +195,7 @@ def _as_it_is(row: LayerReport, layer: MetisLayer) -> LayerReport:
 
 
 def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:
-    """Refuse new patterns; one scheme for all layers, or the schemes that there are."""
+    """Refuse new scheme patterns, and a change of `scheme` that keeps existing patterns."""
     if changes.get("scheme_pattern"):
         raise ValueError(
             "scheme_pattern can only be emptied (scheme_pattern={}, with a scheme for all layers): "

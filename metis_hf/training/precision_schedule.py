@@ -1,4 +1,4 @@
-"""High precision in a part of a training, switched on a schedule."""
+"""Switches parts of a training to higher precision on a schedule."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class PrecisionSchedule(TrainerCallback):
     """Runs the first, the last or a middle part of a training in higher precision.
 
     NVIDIA's report on NVFP4 pretraining (arXiv 2509.25149) finds that switching the forward pass to
-    BF16 towards the end closes most of the gap to BF16. Saved checkpoints carry the switch; a
-    resumed run makes it again at the right step.
+    BF16 towards the end closes most of the gap to BF16. Checkpoints record the precision; a resumed
+    run switches at the same step.
 
     Args:
-        at: the step, or the share of all steps if below 1, from which on the passes run
-            unquantized; None: they are quantized to the end. 0.9 if nothing else is given.
-        high_precision: the passes that are switched: any of "forward", "backward". A pass that is
-            not named stays as the model's config has it.
-        until: the step, or the share of all steps if below 1, before which they run unquantized
-            too; None: they are quantized from the start.
-        between: two of these, from which on and before which they run unquantized too.
+        at: first step of an unquantized last part, or its share of all steps if below 1; None: no
+            such part. 0.9 if neither `until` nor `between` is given.
+        high_precision: the passes to switch: any of "forward", "backward". Other passes stay as in
+            the model's config.
+        until: first step after an unquantized first part, or a share; None: no such part.
+        between: two steps or shares: start and end of an unquantized middle part.
 
     Raises:
-        ValueError: no positive share or whole step, `between` is no two of them, or no such pass.
+        ValueError: a step or share is not positive or a step is not whole, `between` is not a pair
+            in order, or a pass is unknown.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class PrecisionSchedule(TrainerCallback):
         self.high_precision = tuple(high_precision)
 
     def is_high(self, step: int, max_steps: int) -> bool:
-        """Return whether the optimizer step after `step` others runs in higher precision.
+        """Return whether optimizer step `step`, counted from 0, runs in higher precision.
 
         Raises:
-            ValueError: two of the parts leave no step of this run quantized between them.
+            ValueError: the parts together leave no step of this run quantized.
         """
         parts = self._parts(max_steps)
         covered = 0
         for first, last in sorted(parts.values()):
             covered = max(covered, last) if first <= covered else covered
-        # A first part that alone is longer than the run is warned of: shorter trials have it.
+        # If `until` alone covers the run, only warn: short trial runs do that.
         alone = "until" in parts and parts["until"][1] >= max_steps
         alone = alone and ("at" not in parts or parts["until"][1] < parts["at"][0])
         if len(parts) > 1 and covered >= max_steps and not alone:
@@ -93,7 +93,7 @@ class PrecisionSchedule(TrainerCallback):
         return any(first <= step < last for first, last in parts.values())
 
     def _parts(self, max_steps: int) -> dict[str, tuple[int, int]]:
-        """Return the first step of each part, and the first behind it."""
+        """Return (first step, first step after the part) for each part."""
         parts = {}
         if self.until is not None:
             parts["until"] = 0, _steps(self.until, max_steps)
@@ -107,10 +107,10 @@ class PrecisionSchedule(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
     ) -> None:
-        """Take up the precision of the last step, and warn of a switch that is never made.
+        """Set the precision of the last step taken, and warn about switches that never happen.
 
-        A run that is resumed at its end makes no step more, and one with `eval_on_start` evaluates
-        before the first: both are to evaluate and save in the precision of the step before.
+        A run that is resumed at its end takes no further step, and `eval_on_start` evaluates before
+        the first: both must evaluate and save in the precision of the previous step.
         """
         if state.global_step or args.eval_on_start:
             self._take_up(kwargs["model"], state, max(state.global_step - 1, 0))
@@ -136,7 +136,7 @@ class PrecisionSchedule(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
     ) -> None:
-        """Give the weights of the best checkpoint, where Trainer has loaded it, its precision."""
+        """Set the precision of the best checkpoint, if Trainer has loaded it."""
         if not args.load_best_model_at_end or state.best_model_checkpoint is None:
             return
         model = kwargs["model"]
@@ -163,7 +163,7 @@ class PrecisionSchedule(TrainerCallback):
         self._take_up(model, state, state.global_step)
 
     def _take_up(self, model: nn.Module, state: Any, step: int) -> None:
-        """Compute in the precision of the optimizer step after `step` others."""
+        """Switch to the precision of optimizer step `step`, counted from 0."""
         _, layer = next(metis_layers(model), (None, None))
         if layer is None:
             raise ValueError(
@@ -179,22 +179,22 @@ class PrecisionSchedule(TrainerCallback):
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the config of the layers of a checkpoint, which is one of a model or of adapters."""
+    """Return the MetisConfig in a checkpoint of a model or of adapters, or None."""
     for name, key in ((CONFIG_NAME, "quantization_config"), (ADAPTER_CONFIG_NAME, "metis_config")):
         if (checkpoint / name).is_file():
             return read_json(checkpoint / name).get(key)
-    if (checkpoint / STATE_FILE).is_file():  # alone beside the shards of FSDP2
+    if (checkpoint / STATE_FILE).is_file():  # FSDP2 shards have no config.json
         return trained_config(read_json(checkpoint / STATE_FILE).get("stateful_callbacks", {}))
     return None
 
 
 def _switch(model: nn.Module, wanted: Sequence[str], state: Any, when: str) -> None:
-    """Compute these passes, and no others, in high precision from now on, and log it once."""
+    """Run exactly these passes in high precision from now on, and log the switch."""
     set_precision(model, high_precision=wanted)
     if state.is_world_process_zero:
         logger.info("%s: high precision in %s", when, wanted or "no pass")
 
 
 def _steps(place: float, max_steps: int) -> int:
-    """Return the number of optimizer steps before a step or a share of all steps."""
+    """Return a step, or a share of all steps, as a step number."""
     return round(place * max_steps) if place < 1 else int(place)

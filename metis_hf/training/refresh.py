@@ -1,6 +1,6 @@
-"""Decomposing split weights again between optimizer steps, in one process or many.
+"""Recomputes the decomposition of split weights between optimizer steps, in one or many processes.
 
-The represented weight stays what it is; u, s, vh and the residual are written in place, so that the
+The represented weight does not change. u, s, vh and the residual are written in place, so that the
 optimizer, DDP's buckets and FSDP2's shards keep their parameters.
 """
 
@@ -27,26 +27,25 @@ logger = logging.get_logger(__name__)
 
 @torch.no_grad()
 def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-    """Decompose the split weights of a model again that train; all of them where none trains.
+    """Recompute the decomposition of the split weights that train; of all if none trains.
 
-    All processes have to call it together.
+    All processes must call it together, between optimizer steps, with no gradient accumulated.
 
     The residual's gradient is dL/dW itself, so its moments stay valid. The moments of u, s and vh
-    belong to the old factors and start again in place, the step count with them: the optimizer's
-    state keeps its keys, and Adam's bias correction starts from zero. Call it between optimizer
-    steps, when no gradient is accumulated.
+    belong to the old factors and are reset in place, with the step count: the optimizer's state
+    keeps its keys, and Adam's bias correction starts from zero.
 
     Args:
         model: converted; plain, under DDP, or sharded by FSDP2 (`fully_shard`).
-        optimizer: the one that trains it.
+        optimizer: of the model.
 
     Returns:
-        layer name -> how far the represented weight moved (fp rounding), relative to its norm.
+        layer name -> relative change of the represented weight, from floating-point rounding.
 
     Raises:
         ValueError: no weight is stored split; see `check_split`.
-        NotImplementedError: under DeepSpeed or FSDP1 (`check_engine`), or an optimizer whose state
-            is not of a known kind; nothing changes.
+        NotImplementedError: under DeepSpeed or FSDP1 (`check_engine`), or the optimizer has state
+            of an unknown kind; nothing changes.
     """
     check_split(model, "refresh()")
     check_engine(model, "refresh()")
@@ -62,8 +61,8 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     return drifts
 
 
-# What optimizers keep of past gradients, and the value that it has before the first: torch's,
-# transformers' Adafactor and Muon.
+# State that optimizers compute from past gradients (torch's, transformers' Adafactor, Muon) -> its
+# initial value.
 _BEFORE = dict.fromkeys(
     ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
      "grad_avg", "acc_delta", "sum", "exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var",
@@ -72,20 +71,20 @@ _BEFORE = dict.fromkeys(
 
 
 def _factors(model: nn.Module) -> list[Tensor]:
-    """Return u, s and vh of every weight that is decomposed again."""
+    """Return u, s and vh of every refreshed weight."""
     return [param for layer in refreshed(model).values() for param in layer.weight_params()[:-1]]
 
 
 def interval_of(model: nn.Module, asked: int | None) -> int:
-    """Return the steps between two refreshes of a run, checked at its start; 0: never.
+    """Return the number of steps between refreshes in a run, checked at its start; 0: never.
 
     Args:
         model: converted.
-        asked: by the user; None takes what the model's config says, where a weight trains.
+        asked: by the user; None: the model config's interval, or 0 if all split weights are frozen.
 
     Raises:
-        ValueError: no weight is stored split, or all that are asked for are frozen.
-        NotImplementedError: as `check_engine`.
+        ValueError: no weight is stored split, or all split weights are frozen and `asked` is not 0.
+        NotImplementedError: as in `check_engine`.
     """
     every = asked
     if every is None:
@@ -106,10 +105,10 @@ def interval_of(model: nn.Module, asked: int | None) -> int:
 
 
 def refreshed(model: nn.Module) -> dict[str, MetisLayer]:
-    """Return the layers that are decomposed again, by name: those whose split weight trains.
+    """Return the layers to refresh, by name: those whose split weight trains.
 
-    A frozen weight beside them, as under adapters, is in no checkpoint of theirs, and stays what it
-    was. All where none trains, as after adapters were merged.
+    Other split weights, frozen under adapters, are not in the run's checkpoints and must not
+    change. If no split weight trains, as after adapters were merged, return all.
     """
     split = _split(model)
     return {name: layer for name, layer in split.items() if _trains(layer)} or split
@@ -124,10 +123,10 @@ def _trains(layer: MetisLayer) -> bool:
 
 
 def check_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a state that is more than what gradients left behind, as an average of weights is."""
+    """Refuse optimizer state that cannot be reset, such as an average of weights."""
     kept = {name for param in _factors(model) for name in optimizer.state.get(param) or {}}
     if unknown := sorted(kept - _BEFORE.keys()):
-        own = getattr(optimizer, "optimizer", optimizer)  # under accelerate's
+        own = getattr(optimizer, "optimizer", optimizer)  # wrapped by accelerate
         raise NotImplementedError(
             f"refresh with {type(own).__name__}, whose state has {', '.join(unknown)}: it is "
             "not known what that is for new factors. Train without refresh (refresh_interval=0), "
@@ -145,10 +144,10 @@ def _clear_moments(param: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Make FSDP2's units show their own parameters, for writing.
+    """Reshard FSDP2's units, so that writes reach their parameters.
 
-    After a forward pass without backward some units stay whole: what they then show as parameters
-    are copies, and what is written to those is lost.
+    After a forward pass without backward some units stay unsharded. Their visible parameters are
+    then copies, and writes to the copies are lost.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -156,11 +155,11 @@ def reshard(model: nn.Module) -> None:
 
 
 def check_split(model: nn.Module, asked: str) -> None:
-    """Refuse models that have nothing to decompose again.
+    """Refuse models without split weights.
 
     Args:
         model: converted.
-        asked: what would refresh, for the message.
+        asked: the option or call that refreshes, for the message.
 
     Raises:
         ValueError: no layer stores u, s, vh and residual.
@@ -176,12 +175,12 @@ def check_split(model: nn.Module, asked: str) -> None:
 
 
 def check_engine(model: nn.Module, asked: str, advice: str = "Set refresh_interval=0") -> None:
-    """Refuse engines that train copies of the parameters, which would undo what is written.
+    """Refuse engines that train copies of the parameters and would overwrite in-place changes.
 
     Args:
         model: as the engine prepared it.
-        asked: what writes to parameters, for the message.
-        advice: what to do instead, for the message.
+        asked: the feature that writes to parameters, for the message.
+        advice: the remedy, for the message.
 
     Raises:
         NotImplementedError: the model runs under DeepSpeed or FSDP1.
@@ -196,8 +195,8 @@ def check_engine(model: nn.Module, asked: str, advice: str = "Set refresh_interv
 
 
 def is_deepspeed(model: nn.Module) -> bool:
-    """Return whether DeepSpeed trains the model, by accelerate's state or its parameters' marks."""
-    # The shared dictionary, not AcceleratorState(): that would set up a state where none is.
+    """Return whether DeepSpeed trains the model: by accelerate's state or marks on parameters."""
+    # Not AcceleratorState(), which would create a state if there is none.
     engine = AcceleratorState._shared_state.get("distributed_type")
     return engine is DistributedType.DEEPSPEED or any(
         hasattr(param, mark) for param in model.parameters() for mark in DEEPSPEED_MARKS
@@ -206,7 +205,7 @@ def is_deepspeed(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def refresh_layer(layer: MetisLayer) -> float:
-    """Decompose one weight again, in place; return its relative drift."""
+    """Recompute the decomposition of one weight in place; return its relative drift."""
     params = [full_tensor(param) for param in layer.weight_params()]
     form = layer.weight_form
     assert isinstance(form, SplitWeight)
@@ -232,8 +231,8 @@ def _agreed(value: Tensor) -> Tensor:
 
 
 def write(param: Tensor, value: Tensor) -> None:
-    """Give a parameter, perhaps sharded by FSDP2, a new value (whole, the same everywhere)."""
-    if is_spread(param):  # sharded by FSDP2
+    """Copy a full value, equal in all processes, to a parameter that FSDP2 may have sharded."""
+    if is_spread(param):
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         assert isinstance(param, DTensor)

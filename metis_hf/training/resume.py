@@ -1,9 +1,7 @@
-"""Resuming beyond Trainer: the right checkpoint, its names, and none of another scheme.
+"""Safe resuming with Trainer: maps tensor names and refuses checkpoints of another scheme.
 
-Which checkpoint is whole is found in `shared.checkpoints`, which evaluation asks too.
-
-Trainer loads weights without insisting on their names, so a checkpoint of another scheme would be
-taken in parts, or read in other units, without an error.
+Trainer does not require all names to match when it loads weights, so it would load parts of a
+checkpoint of another scheme, or misinterpret its values, without an error.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from metis_hf.shared.messages import some
 
 __all__ = ["ResumeGuard", "guard_loading", "last_checkpoint"]
 
-# What a resumed run may change: it decides neither the parameters nor what they stand for.
+# Fields that a resumed run may change: they affect neither the parameters nor their meaning.
 _FREE = {
     "high_precision",
     "forward_rounding",
@@ -39,10 +37,10 @@ _RESIDUAL = ".weight_residual"
 
 
 class ResumeGuard(TrainerCallback, ExportableState):
-    """Refuses to resume from a checkpoint that another scheme wrote, before a step is taken.
+    """Refuses to resume from a checkpoint of another scheme, before the first step.
 
-    The tensors' names and shapes tell most of it; the config, saved with Trainer's state, the rest:
-    two schemes may store the same tensors in other units.
+    Names and shapes of tensors reveal most mismatches. The config saved with Trainer's state
+    reveals the rest: two schemes may store tensors of the same name in different units.
     """
 
     trained_config: Mapping[str, Any] | None = None
@@ -57,10 +55,10 @@ class ResumeGuard(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Compare the model's config with the one that wrote the checkpoint.
+        """Compare the model's config with the checkpoint's.
 
         Raises:
-            ValueError: they differ in something that decides what the parameters mean.
+            ValueError: they differ in a field that affects the parameters or their meaning.
         """
         assert model is not None
         current = _config_of(model)
@@ -74,11 +72,11 @@ class ResumeGuard(TrainerCallback, ExportableState):
                 )
             _check_configs(before, current)
         self._model, self.trained_config = model, current
-        # Trainer writes into this entry, which a checkpoint of a run without this callback lacks.
+        # Trainer writes to this entry; checkpoints of runs without this callback do not have it.
         state.stateful_callbacks.setdefault(name, self.state())
 
     def state(self) -> dict[str, Any]:
-        """Return the entry in trainer_state.json: the config as it is by then."""
+        """Return the entry in trainer_state.json, with the current config."""
         if self._model is not None:
             self.trained_config = _config_of(self._model) or self.trained_config
         return {"args": {}, "attributes": {"trained_config": self.trained_config}}
@@ -87,11 +85,11 @@ class ResumeGuard(TrainerCallback, ExportableState):
 def trained_config(
     stateful_callbacks: Mapping[str, Any], first: str | None = None
 ) -> dict[str, Any] | None:
-    """Return the config that a checkpoint was written with, whatever callback has saved it.
+    """Return the config that any callback saved in a checkpoint, or None.
 
     Args:
-        stateful_callbacks: of its trainer_state.json.
-        first: name of the callback that is asked first.
+        stateful_callbacks: of the checkpoint's trainer_state.json.
+        first: name of the callback to look at first.
     """
     callbacks = [*stateful_callbacks.items()]
     callbacks.sort(key=lambda item: item[0] != first)
@@ -104,9 +102,9 @@ def trained_config(
 
 
 def guard_loading(model: nn.Module) -> None:
-    """Make `model.load_state_dict` refuse weights that were stored in another form.
+    """Make `model.load_state_dict` refuse weights that are stored in another form.
 
-    Trainer and accelerate load through it, without insisting that the names match.
+    Trainer and accelerate load through this method, without requiring all names to match.
     """
     hooks = model._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", None) is _refuse_other_form for hook in hooks):
@@ -116,11 +114,11 @@ def guard_loading(model: nn.Module) -> None:
 def _refuse_other_form(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any
 ) -> None:
-    """Raise if the tensors are of a model that stores its weights in another form.
+    """Raise if the tensors come from a model that stores its weights in another form.
 
-    They get the names that the model has them under, in place: transformers saves some models
-    under others, and Trainer passes over names that it does not find. A shard of a checkpoint holds
-    a part of them, so that what is missing says nothing.
+    The tensors are first renamed in place to the model's names: transformers saves some models
+    under other names, and Trainer ignores names it does not find. Missing tensors are not an error,
+    since a shard of a checkpoint holds only some.
     """
     if isinstance(module, PreTrainedModel) and not prefix:
         tensors = as_in_model(module, state_dict)
@@ -171,7 +169,7 @@ def _config_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _check_configs(before: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    keys = [*current, *(key for key in before if key not in current)]  # None may be left out
+    keys = [*current, *(key for key in before if key not in current)]  # None values may be absent
     fields = [key for key in keys if key not in _FREE and before.get(key) != current.get(key)]
     if fields:
         changes = ", ".join(f"{key}={before.get(key)!r} -> {current.get(key)!r}" for key in fields)

@@ -1,10 +1,10 @@
-"""Files that MetisCallback leaves in a run's directory, for `metis-hf report` and other tools.
+"""Files that MetisCallback writes to a run's directory, for `metis-hf report` and other tools.
 
-`metis_run.json` says what was run. `metis_log.jsonl` has Trainer's log entries, one a line.
-`metis_health.jsonl` has a line for each step at which something happened: {"step": n, "layers":
-{layer: {tensor: {statistic: value}}}, "noise": {layer: [gradient norm, noise norm]}, "refresh":
-{layer: {"before": ..., "after": ...}}, "switch": {...}}, each part only where there is one. NaN is
-written as NaN. A line that is no record is left out by whoever reads.
+`metis_run.json` describes the run. `metis_log.jsonl` has Trainer's log entries, one per line.
+`metis_health.jsonl` has one line per step with a measurement, refresh or switch: {"step": n,
+"layers": {layer: {tensor: {statistic: value}}}, "noise": {layer: [gradient norm, noise norm]},
+"refresh": {layer: {"before": ..., "after": ...}}, "switch": {...}}; parts that do not apply are
+left out. NaN is written as NaN. Readers skip lines that are not records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from metis_hf.shared.records import device_name, package_versions, write_json
 HEALTH_FILE = "metis_health.jsonl"
 LOG_FILE = "metis_log.jsonl"
 RUN_FILE = "metis_run.json"
-LAST_STEP = 10**12  # of any run: what a record says beyond it is no step
+LAST_STEP = 10**12  # largest valid step in a record
 
 
 def describe_run(
@@ -38,9 +38,9 @@ def describe_run(
     """Return the content of `metis_run.json`: model, config, report, software and device.
 
     Args:
-        model: the converted one.
-        config: its MetisConfig as a dict.
-        args, state: of the Trainer, as a run begins.
+        model: converted.
+        config: the model's MetisConfig as a dict.
+        args, state: of the Trainer, at the start of the run.
     """
     report = getattr(model, "metis_report", None)
     found = args.auto_find_batch_size and state.train_batch_size
@@ -63,18 +63,18 @@ def describe_run(
 
 
 def write_run(directory: Path, description: dict[str, Any]) -> None:
-    """Write `metis_run.json`, whole or not at all."""
+    """Write `metis_run.json` atomically."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / RUN_FILE, description)
 
 
 def append_record(directory: Path, step: int, parts: Mapping[str, Any]) -> None:
-    """Add one line to `metis_health.jsonl`."""
+    """Append one line to `metis_health.jsonl`."""
     _append(directory / HEALTH_FILE, {"step": step, **parts})
 
 
 def append_log(directory: Path, entry: Mapping[str, Any]) -> None:
-    """Add one of Trainer's log entries to `metis_log.jsonl`: its numbers, under their names."""
+    """Append the numeric values of a Trainer log entry to `metis_log.jsonl`."""
     found = {key: value for key, value in entry.items() if isinstance(value, numbers.Real)}
     _append(
         directory / LOG_FILE,
@@ -88,23 +88,22 @@ def _append(path: Path, record: dict[str, Any]) -> None:
     with path.open("a+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
-        # A killed process may have left half a line, which must not swallow this one.
+        # Start a new line if a killed process left an incomplete one.
         torn = file.read(1) not in (b"", b"\n")
         file.write(b"\n" * torn + line)
 
 
 def is_step(value: Any) -> bool:
-    """Return whether a value from a JSON file can be the number of an optimizer step."""
+    """Return whether a value from a JSON file is a valid optimizer step."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LAST_STEP
 
 
 def parse_records(data: bytes) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-    """Parse a file of records, one JSON object with a step in each line.
+    """Parse a file of records: one JSON object with a step per line.
 
     Returns:
-        Line number (from 1) -> record, and line number -> what is wrong with the lines that are no
-        record: a killed process leaves half a line at the end, a broken disk anything anywhere.
-        Empty lines are neither.
+        (line number from 1 -> record, line number -> fault of a line that is not a record). Empty
+        lines are in neither. Faults come from killed processes and broken disks.
     """
     records, faults = {}, {}
     for number, line in enumerate(data.split(b"\n"), start=1):
@@ -127,11 +126,10 @@ def parse_records(data: bytes) -> tuple[dict[int, dict[str, Any]], dict[int, str
 
 
 def drop_after(directory: Path, step: int) -> None:
-    """Remove the records after `step`, which a resumed run writes again, and broken lines.
+    """Remove broken lines and the records after `step`, which a resumed run writes again.
 
-    With a step of -1 all records go, an evaluation's at step 0 too.
-
-    Each file is replaced as a whole, so that a process killed here loses no record.
+    A step of -1 removes all records, including an evaluation at step 0. Each file is replaced
+    atomically, so that a killed process loses no record.
     """
     for name in (HEALTH_FILE, LOG_FILE):
         path = directory / name
@@ -147,11 +145,11 @@ def drop_after(directory: Path, step: int) -> None:
 
 
 def precision_of(config: MetisConfig, resumed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings that a precision schedule changes, as a record says them.
+    """Return the settings that a precision schedule changes, in the form of a record.
 
     Args:
         config: of a layer.
-        resumed: config of the checkpoint that a run goes on from, which a schedule takes up later.
+        resumed: config of the checkpoint that the run resumes from; its settings take precedence.
     """
     scheme, high = config.scheme, config.high_precision
     if resumed is not None:

@@ -1,10 +1,9 @@
-"""The error that a tensor scale leaves, measured on a sample of a layer's input.
+"""Quantization error under a given tensor scale, estimated on a sample of a layer's input.
 
-The scale of a tensor enters through the rounding of its block scales, so that the elements of a
-block belong together: whole blocks are kept. The largest of all batches are kept, since a scale
-that is too small clips them alone, and a few may hold most of the error; and others, spread over
-all rows and channels, that stand for the rest. Which ones are kept does not depend on the order of
-the batches.
+A tensor scale acts through the rounding of block scales, so the sample consists of whole blocks. It
+has the blocks with the largest magnitudes of all batches, since a scale that is too small clips
+only these and a few may hold most of the error, and blocks spread over all rows and channels, which
+represent the rest. The choice of blocks does not depend on the order of the batches.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch import Tensor
 
 from metis_hf.numerics import Quantizer, Tile
 
-LARGEST, SPREAD = 1 << 12, 1 << 14  # blocks that are kept, at most
-_HASH = 0x9E3779B1  # odd, 2^32 over the golden ratio: its multiples are spread evenly
+LARGEST, SPREAD = 1 << 12, 1 << 14  # most blocks kept of each kind
+_HASH = 0x9E3779B1  # odd, 2^32 / golden ratio: its multiples spread evenly
 
 
 class BlockSample:
-    """A sample of the blocks of rows [t i] that are added one batch after the other.
+    """A sample of the blocks of rows [t i], which are added batch by batch.
 
     Args:
         quantizer: of the rows.
@@ -31,14 +30,14 @@ class BlockSample:
 
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer = quantizer
-        self.seen = 0  # blocks
-        self._largest: list[Tensor] = []  # blocks [n size], and their keys
-        self._spread: list[Tensor] = []  # blocks [n size], and the hashes of their positions
-        self._below = 1 << 32  # of hashes
+        self.seen = 0  # number of blocks
+        self._largest: list[Tensor] = []  # blocks [n size], their keys [n]
+        self._spread: list[Tensor] = []  # blocks [n size], hashes of their positions [n]
+        self._below = 1 << 32  # blocks with smaller position hashes are kept
         self._last: weakref.ref[Tensor] | None = None
 
     def add(self, x: Tensor, source: Tensor) -> None:
-        """Take up rows x [t i], finite, of an input that several layers may read: once."""
+        """Add finite rows x [t i] of an input; layers that share the input `source` add it once."""
         if not x.numel() or (self._last is not None and self._last() is source):
             return
         self._last = weakref.ref(source)
@@ -62,7 +61,7 @@ class BlockSample:
             self._spread = [each[kept] for each in self._spread]
 
     def errors(self, amaxes: Sequence[float]) -> list[float]:
-        """Return the squared error of all rows under tensor scales made of each amax."""
+        """Return the estimated squared error of all rows under the tensor scale of each amax."""
         if not self.seen:
             return [0.0] * len(amaxes)
         parts = [(self._largest[0].float(), 1.0)]
@@ -74,7 +73,7 @@ class BlockSample:
 
     def _error(self, blocks: Tensor, amax: float) -> float:
         error = self.quantizer(blocks, amax=blocks.new_tensor(amax)).sub_(blocks).square_()
-        # Sorted, so that the sum is the same in any order.
+        # Sorted, so that the sum does not depend on the order of blocks.
         return error.sum(1, dtype=torch.float64).sort().values.sum().item()
 
 
@@ -83,7 +82,7 @@ def _join(kept: list[Tensor], blocks: Tensor, marks: Tensor) -> list[Tensor]:
 
 
 def _keys(blocks: Tensor) -> Tensor:
-    """Return int64 keys [n] in the order of the blocks' largest magnitudes; no others are equal."""
+    """Return int64 keys [n]: a block's largest magnitude, then a hash of its content for ties."""
     bits = blocks.float().view(torch.int32)
     odd = torch.arange(1, 2 * blocks.shape[1], 2, device=blocks.device) * _HASH
     content = (bits * odd).sum(1)

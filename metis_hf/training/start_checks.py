@@ -1,4 +1,4 @@
-"""Checks before the first step of a run: optimizer, precision, dtypes of units."""
+"""Checks before the first step of a run: optimizer, precision, dtypes of FSDP2 units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metis_hf.shared.devices import lacks
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device on which the first step would fail."""
+    """Refuse a device that cannot compute schemes."""
     if reason := lacks(device):
         raise NotImplementedError(
             f"Trainer runs on {device.type}, and no scheme can be computed there: {reason}. Train "
@@ -22,7 +22,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_compilation(layers: dict[str, MetisLayer]) -> None:
-    """Refuse what a compiled step would do otherwise; only for `torch_compile=True`."""
+    """Refuse kept subspaces, which a compiled step cannot track; for `torch_compile=True`."""
     for name, layer in layers.items():
         if isinstance(layer.scheme.state, KeptSubspaces):
             raise NotImplementedError(
@@ -33,7 +33,7 @@ def check_compilation(layers: dict[str, MetisLayer]) -> None:
 
 
 def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that lacks trainable parameters of converted layers."""
+    """Refuse an optimizer that does not own all trainable parameters of converted layers."""
     if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
         raise NotImplementedError(
             "this optimizer steps layer by layer inside the backward pass (optim=..._layerwise), "
@@ -41,7 +41,7 @@ def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimi
             "without _layerwise"
         )
     groups = [group["params"] for group in optimizer.param_groups]
-    # DeepSpeed's optimizers step flat copies, and keep the model's parameters in these lists.
+    # DeepSpeed's optimizers step flat copies and keep the model's parameters in these lists.
     inner = getattr(optimizer, "optimizer", optimizer)
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
         groups = getattr(inner, name, groups)
@@ -58,9 +58,9 @@ def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimi
 
 
 def check_precision() -> None:
-    """Refuse a device without fp64, and accelerate's FP8.
+    """Refuse a device that cannot compute schemes, and accelerate's FP8.
 
-    That puts other layers and other scales under the same model.
+    accelerate's FP8 replaces layers with its own, which use other scales.
     """
     if not AcceleratorState._shared_state:
         return
@@ -74,11 +74,11 @@ def check_precision() -> None:
 
 
 def check_dtypes(model: nn.Module) -> None:
-    """Refuse several dtypes in a unit of FSDP2, which gathers its parameters together."""
+    """Refuse several dtypes in one FSDP2 unit, whose parameters are gathered together."""
     units: dict[int, tuple[str, str, torch.dtype]] = {}  # parameter -> unit, name, dtype
     for unit, module in model.named_modules():
         params = module.named_parameters(unit)
-        if isinstance(module, FSDPModule):  # inner units come later, and own their parameters
+        if isinstance(module, FSDPModule):  # inner units come later and own their parameters
             for name, param in params:
                 if param.requires_grad:
                     units[id(param)] = unit or type(model).__name__, name, param.dtype

@@ -1,4 +1,4 @@
-"""MetisTrainer: the stock Trainer with a MetisCallback and the right weight decay."""
+"""MetisTrainer: Trainer with a MetisCallback, correct weight decay and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from metis_hf.training.resume import guard_loading
 
 
 class MetisTrainerMixin:
-    """For Trainer and its subclasses: `class MySFTTrainer(MetisTrainerMixin, SFTTrainer)`.
+    """Mixin for Trainer and its subclasses: `class MySFTTrainer(MetisTrainerMixin, SFTTrainer)`.
 
-    - It brings a `MetisCallback` where none is given, and keeps its records beside the checkpoints
-      of a search's trial.
-    - The model card says how the model computes and loads, what it costs, and how it is served.
-    - A run that is resumed from its last checkpoint is at its end, and makes no further step.
-    - Weight decay applies to s and the residual, which is decay of the represented weight; u and vh
-      are left out, since their decay would shrink the low-rank part three times as fast.
+    - It adds a `MetisCallback` if none is given, and keeps its records with the checkpoints of each
+      trial in a search.
+    - The model card describes precision, loading, cost and serving.
+    - A run that is resumed from its final checkpoint takes no further step.
+    - Weight decay applies to s and the residual, which decays the represented weight. u and vh are
+      left out: their decay would shrink the low-rank part three times as fast.
 
     Args:
-        cuda_graphs: record the forward and the backward pass of a step, and play the recording: on
-            a GPU, where starting some hundred operations a layer takes most of a step; see
-            `cuda_graph`. On one device, or several under DDP or FSDP2.
+        cuda_graphs: record the forward and backward pass of a step in a CUDA graph and replay it,
+            to avoid launch overhead on a GPU; see `cuda_graph`. Works on one device, and on several
+            under DDP or FSDP2.
 
     Raises:
-        ValueError: `cuda_graphs` where steps cannot be recorded.
+        ValueError: `cuda_graphs` is set and steps cannot be recorded.
     """
 
     def __init__(self, *args: Any, cuda_graphs: bool = False, **kwargs: Any) -> None:
@@ -50,7 +50,7 @@ class MetisTrainerMixin:
             added.on_init_end(None, None, None, model=getattr(self, "model", None))
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Make the model of a run, which refuses a checkpoint in another form of weights."""
+        """Create the model of a run; it refuses checkpoints with weights in another form."""
         model = super().call_model_init(trial)  # type: ignore[misc]
         guard_loading(model)
         return model
@@ -61,12 +61,12 @@ class MetisTrainerMixin:
                 callback.bind(self)
 
     def _load_callback_state(self) -> None:
-        """Restore callbacks where it is asked for, which makes new ones of them, and bind those."""
+        """Restore callbacks, which may replace them with new instances, and bind those."""
         super()._load_callback_state()  # type: ignore[misc]
         self._bind_callbacks()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Train with recordings of its own: `auto_find_batch_size` may train several times."""
+        """Train with fresh recordings: `auto_find_batch_size` may call this several times."""
         self.graphs = None
         self._bind_callbacks()  # to the trial, if there is one
         try:
@@ -76,8 +76,8 @@ class MetisTrainerMixin:
                 self.graphs.forget()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch; none where the last step is done already."""
-        # Trainer asks after a step: a run resumed from its last checkpoint would make one more.
+        """Run an epoch, unless the last step is done already."""
+        # Trainer checks only after a step, so a run resumed at its end would take one more.
         state, control = self.state, self.control  # type: ignore[attr-defined]
         if state.global_step >= state.max_steps:
             control.should_training_stop = True
@@ -87,7 +87,7 @@ class MetisTrainerMixin:
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Compute loss and gradients of a batch, from a recording where `cuda_graphs` is set."""
+        """Compute loss and gradients of a batch; with `cuda_graphs`, replay a recording."""
         parallel = model if isinstance(model, DistributedDataParallel) else None
         own = parallel.module if parallel is not None and self.cuda_graphs else model
         step = partial(super().training_step, own)  # type: ignore[misc]
@@ -98,7 +98,7 @@ class MetisTrainerMixin:
             return step(inputs, num_items_in_batch)
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         extra = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
-        # As Trainer's own step does, which a recording leaves out; evaluation has turned them off.
+        # Trainer's step sets these modes, but a replay does not, and evaluation unsets them.
         if not model.training:
             model.train()
         if callable(getattr(self.optimizer, "train", None)):  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ class MetisTrainerMixin:
         return loss
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the card that Trainer writes, and how the model computes, costs, loads and serves.
+        """Write Trainer's model card, with sections on precision, loading, cost and serving.
 
         Args:
             args: for Trainer's own card.

@@ -1,7 +1,7 @@
-"""Converted layers that training does not call: nothing of them is quantized.
+"""Warns about converted layers that are not called and therefore not quantized.
 
 A loss that multiplies by `lm_head.weight` itself computes in high precision, while the conversion
-report and health have the layer as it was converted.
+report and health list the layer as converted.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ READ_INSTEAD = (
     "the model or the loss may read their weights without calling them, as fused and chunked "
     "losses do with an output head (Liger's, TRL's)"
 )
-_IN_FULL = 4  # names of one kind
+_IN_FULL = 4  # names of one kind that are listed, at most
 
 
 def forget_calls(layers: Mapping[str, MetisLayer]) -> None:
-    """Forget the calls of layers so far."""
+    """Reset the record of calls of these layers."""
     for layer in layers.values():
         layer.calls.forget()
 
 
 def warn_of_uncalled(model: nn.Module, layers: Mapping[str, MetisLayer]) -> None:
-    """Name the converted layers of a model that were not called since `forget_calls`."""
-    running, _ = by_place(model, layers)  # PEFT's other copies wait
+    """Warn about the converted layers that were not called since `forget_calls`."""
+    running, _ = by_place(model, layers)  # without PEFT's inactive copies
     names = [name for name in running.values() if not layers[name].calls.any]
     if names:
         logger.warning(
@@ -50,9 +50,9 @@ def warn_of_uncalled(model: nn.Module, layers: Mapping[str, MetisLayer]) -> None
 
 
 def warn_of_unpacked(layers: Collection[str], called: Collection[str]) -> None:
-    """Name the layers of weights alone that a batch of calibration did not call.
+    """Warn about the layers that calibration did not call.
 
-    One expert of a layer stands for the others.
+    A call of one expert counts for all experts of its block.
     """
     places = {every_expert(name) for name in called}
     names = [name for name in layers if every_expert(name) not in places]
@@ -69,7 +69,7 @@ def warn_of_unpacked(layers: Collection[str], called: Collection[str]) -> None:
 
 
 def by_kind(names: Sequence[str]) -> str:
-    """Return names in a line; where many differ in a number alone, their pattern and count."""
+    """Return names in one line; many that differ only in numbers become a pattern and a count."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)

@@ -1,10 +1,10 @@
-"""Quantizing each weight once for all micro-batches of an optimizer step.
+"""Quantizes each weight once for all micro-batches of an optimizer step.
 
-A weight's noise depends on the weight alone, so that all micro-batches of a step see the very same
-w_hat, whatever the rounding: reusing it changes no bit. What is kept is packed, 4.5 bits an element
-and operand. Inside torch.compile nothing is reused, nor where the operand depends on the call:
-under a scheme with scales per channel, which come from the call's own input until there is an
-average, and with static tensor scales until they are fixed.
+A weight's noise depends on the weight alone, so all micro-batches of a step see the same w_hat
+under any rounding, and reusing it changes no bit. Cached operands are packed, 4.5 bits per element
+each. Nothing is reused inside torch.compile, nor where the operand depends on the call: with
+channel scales, which come from the call's input until there is a running average, and with static
+tensor scales until they are fixed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _FORGETTING: MutableMapping[nn.Module, RemovableHandle] = weakref.WeakKeyDiction
 
 @contextlib.contextmanager
 def reuse_weights(model: nn.Module) -> Iterator[None]:
-    """Reuse quantized weights in the block, in which no parameter may change: for micro-batches.
+    """Reuse quantized weights over the micro-batches in the block; no parameter may change in it.
 
         with reuse_weights(model):
             for batch in micro_batches:
                 model(**batch).loss.backward()
         optimizer.step()
 
-    MetisCallback does this where a step has several micro-batches or recomputes activations.
+    MetisCallback does this if a step has several micro-batches or recomputes activations.
     """
     hold(model)
     try:
@@ -43,25 +43,24 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 
 
 def hold(model: nn.Module) -> None:
-    """Begin to keep what is quantized of weights, except of those that are sharded.
+    """Start caching quantized weights, except sharded weights.
 
-    Their whole copies would outlive the moment for which they are gathered, and a part's tensor
-    scale comes from all processes in each call. Where nobody calls `release`, because a step was
-    interrupted, the next step of an optimizer ends it: fused optimizers write parameters without a
-    trace that could be seen.
+    A cached full copy of a sharded weight would outlive its gather. If a step is interrupted before
+    `release`, the next optimizer step drops the cache; a hook is needed for this because fused
+    optimizers change parameters without updating their version counters.
     """
     if model not in _FORGETTING:
         held = weakref.ref(model)
         _FORGETTING[model] = register_optimizer_step_post_hook(lambda *_: _forget(held()))
     for _, layer in metis_layers(model):
-        # Operands of a cut layer take the tensor scale of all processes, call by call.
+        # Under tensor parallelism the processes agree on the tensor scale in each call.
         is_cut = layer.shards is not None and layer.shards.cut
         if not is_cut and not any(map(is_sharded, layer.parameters(recurse=False))):
             layer.reused_weight = KeptWeight()
 
 
 def release(model: nn.Module) -> None:
-    """Forget it; before parameters change."""
+    """Drop the cached weights; call this before parameters change."""
     if (hook := _FORGETTING.pop(model, None)) is not None:
         hook.remove()
     _forget(model)
