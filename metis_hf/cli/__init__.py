@@ -1,5 +1,5 @@
-"""The commands of `metis-hf`, a module each: options, and a call of the code that does the work.
+"""The commands of `metis-hf`, one module each: options, and a call to the code behind them.
 
-No module here imports more than the standard library and typer before its command runs, so that
-help and errors of usage come at once; torch and transformers take seconds.
+Before their command runs, these modules do not import torch or transformers, which take seconds, so
+that help and usage errors are immediate.
 """

@@ -41,7 +41,7 @@ def analyze(
 ) -> None:
     """Show the spectra of a model and what four bits do to them.
 
-    Writes a page, its figures and their data.
+    Writes an HTML page, its figures and their data.
     """
     import_sources(imports)
     from rich.console import Console

@@ -20,7 +20,7 @@ else:
 
 
 def _yaml_file(path: Path | None) -> Path | None:
-    """Return the path of a YAML file, which is refused if it cannot be read."""
+    """Return the path of a YAML file after checking that it can be read (a typer callback)."""
     if path is not None:
         read_yaml(path)
     return path
@@ -122,8 +122,8 @@ def compare(
 ) -> None:
     """Train several schemes alike and compare them with error bars.
 
-    All are trained with the same seeds and data. Interrupt it and run it again: finished runs are
-    kept, others resume. More schemes or seeds can be added to a directory later.
+    All schemes train with the same seeds and data. If interrupted, run the same command again:
+    finished runs are kept, others resume. You can add schemes or seeds to a directory later.
     """
     from metis_hf.lab.compare.command import compare_schemes
     from metis_hf.lab.compare.options import given_values
@@ -162,7 +162,7 @@ def _default_directory(
 ) -> Path:
     own = PRESET_DEFAULTS.get(preset or "", {}).get("size")
     model = (size or own or "tiny") if checkpoint is None else Path(checkpoint).resolve().name
-    if model == preset:  # a preset of the name of its size
+    if model == preset:  # the preset and its size have the same name
         return Path("runs") / f"compare-{preset}"
     return Path("runs") / f"compare-{preset or 'custom'}-{model}"
 

@@ -10,7 +10,7 @@ import typer
 from metis_hf.cli.options import Imports, fail_with, import_sources, split_names
 from metis_hf.lab.compare.sizes import QUICK_DEMO
 
-# How long `--quick` takes, in the words of docs/quickstart.md.
+# The duration of `--quick`, worded as in docs/quickstart.md.
 QUICK_TIME = "a minute or two"
 
 
@@ -31,8 +31,8 @@ def demo(
 ) -> None:
     """Train a small Llama in FP4 four ways and print the comparison.
 
-    No download, no GPU. Interrupt it and run it again: it goes on where it stopped. This is
-    `metis-hf compare --preset demo` in a few options.
+    Needs no download and no GPU. If interrupted, run it again to resume. A short form of
+    `metis-hf compare --preset demo`.
     """
     options: dict[str, Any] = {"size": "demo", "seeds": [seed], "schemes": split_names(schemes)}
     if quick:

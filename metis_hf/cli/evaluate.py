@@ -82,7 +82,7 @@ def evaluate(
 ) -> None:
     """Evaluate models on the paper's seven tasks, and print one table.
 
-    A finished result of the same weights, data and settings is used again, and named.
+    Finished results with the same weights, data and settings are reused and listed.
     """
     size = _batch_size(batch)
     import_sources(imports)

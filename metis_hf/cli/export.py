@@ -81,9 +81,9 @@ def export(
 ) -> None:
     """Write a model for software without metis_hf.
 
-    A checkpoint of this package as it is; or, with --calibrate TEXT and a packed --format, any
-    model in NVFP4 with quantized inputs. Prints what each choice costs, and how to load what was
-    written.
+    Exports a checkpoint of this package as it is or, with --calibrate TEXT and a packed --format,
+    any model in NVFP4 with quantized inputs. Prints the error of each choice and the code that
+    loads the export.
     """
     import_sources(imports)
     quantizes = calibrate is not None or scheme is not None

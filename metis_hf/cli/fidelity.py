@@ -63,10 +63,10 @@ def fidelity(
     tokenizer: Tokenizer = None,
     imports: Imports = None,
 ) -> None:
-    """Measure what four-bit schemes do to a model, nothing trained.
+    """Measure what four-bit schemes do to a model, without training.
 
-    Writes loss, divergence, gradient errors and cost of each scheme, and which layers suffer. An
-    interrupted measurement goes on where it stopped.
+    Writes loss, divergence, gradient errors and cost of each scheme, and the most affected layers.
+    If interrupted, run the same command again to resume.
     """
     import_sources(imports)
     from rich.console import Console
@@ -107,14 +107,14 @@ def fidelity(
 
 
 def _name_of(model: str) -> str:
-    """Return a name for a model's directory of results: of a run, not of the `model/` in it."""
+    """Return a name for a model's results directory; for `RUN/model`, the name of the run."""
     from metis_hf.lab.model_source import open_model
 
     return (open_model(model).label if Path(model).is_dir() else Path(model).name).replace("/", "-")
 
 
 def _rows(text: str) -> list[str]:
-    """Return comma-separated names of rows, of which "metis, rank 4" is one."""
+    """Split comma-separated row names; "metis, rank 4" is a single name."""
     names: list[str] = []
     for name in split_names(text):
         if names and re.fullmatch(r"rank \d+", name):
@@ -125,7 +125,7 @@ def _rows(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Return comma-separated positive whole numbers."""
+    """Parse comma-separated positive integers."""
     names = split_names(text)
     if not all(name.isdigit() and int(name) > 0 for name in names):
         raise ValueError(f"--ranks {text}: expected whole numbers from 1, separated by commas")

@@ -22,10 +22,10 @@ from metis_hf.cli.report import report
 from metis_hf.cli.schemes import schemes
 from metis_hf.shared.messages import MENDABLE, one_line
 
-# Modules of the extra "eval".
+# Modules that the extra "eval" installs.
 _EXTRA = {"lm_eval", "evaluate", "jinja2", "matplotlib", "yaml", "rich", "scipy", "typer"}
 
-# Options of 0.2, which commands of then still name.
+# Option names of version 0.2, still accepted: old name -> new name.
 _RENAMED = {
     "loss-text": "text", "batch-size": "batch", "length": "sequence-length", "sequences": "limit",
 }  # fmt: skip
@@ -36,7 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: importing rich takes as long as all the rest
+    rich_markup_mode=None,  # plain help: importing rich would double the startup time
 )
 app.command()(demo)
 app.command()(compare)
@@ -66,7 +66,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; an error that a user can mend is one line, not a traceback."""
+    """Run the command line; print errors that the user can fix in one line, without traceback."""
     try:
         app()
     except MENDABLE as error:
@@ -77,13 +77,13 @@ def main() -> None:
 
 
 def _is_bug(error: Exception) -> bool:
-    """Return whether an error is of no use to a user: this package's own import, or no message."""
+    """Return whether an error is our bug: a failing own import, or a bare NotImplementedError."""
     own = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "metis_hf"
     return own or (isinstance(error, NotImplementedError) and not str(error))
 
 
 def _advice(error: Exception) -> str:
-    """Return the advice to install the extra "eval" if its module is missing; else nothing."""
+    """Return advice to install the extra "eval" if one of its modules is missing, else ""."""
     missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0]
     return '; pip install "metis-hf[eval]"' if missing in _EXTRA else ""
 

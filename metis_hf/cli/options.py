@@ -34,10 +34,10 @@ Tokenizer = Annotated[
 
 
 def import_sources(sources: Sequence[str] | None) -> list[str]:
-    """Import the files and modules that `--import` names, before anything asks for a scheme.
+    """Import the files and modules given by `--import`; call it before any scheme is looked up.
 
     Returns:
-        The sources as any process finds them: files by their absolute path, modules by name.
+        The sources as any process can find them: files by absolute path, modules by name.
 
     Raises:
         ValueError: a source cannot be imported.
@@ -52,7 +52,7 @@ def import_sources(sources: Sequence[str] | None) -> list[str]:
 
 
 def fail_with(errors: Sequence[str]) -> None:
-    """Print errors of a command that did the rest of its work, and exit with 1 if there are any."""
+    """Print the errors of a command that finished its other work; exit with 1 if there are any."""
     for error in errors:
         typer.echo(f"error: {error}", err=True)
     if errors:
@@ -60,12 +60,12 @@ def fail_with(errors: Sequence[str]) -> None:
 
 
 def split_names(text: str) -> list[str]:
-    """Split a comma-separated list; blanks around names do not count."""
+    """Split a comma-separated list; surrounding blanks and empty names are dropped."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def utf8_file(path: Path | None) -> Path | None:
-    """Return the path of a text, which is refused if it is no UTF-8; a callback of typer."""
+    """Return the path of a text after checking that it is UTF-8 (a typer callback)."""
     if path is not None and path.is_file():
         utf8_text(path)
     return path

@@ -45,7 +45,7 @@ def ranks(
 ) -> None:
     """Choose the rank of each layer of a model within a budget.
 
-    Calibrates once, on a text, and writes a config that `metis-hf fidelity --configs` measures.
+    Calibrates once on a text and writes a config that `metis-hf fidelity --configs` can measure.
     """
     import_sources(imports)
     from rich.console import Console

@@ -23,7 +23,7 @@ def report(
 ) -> None:
     """Make an HTML page of a training run, or a table of several runs.
 
-    It shows the health of each layer over time, and what it says about the run.
+    The page shows the health of each layer over time, and what it means for the run.
     """
     import_sources(imports)
     from rich.console import Console

@@ -32,7 +32,7 @@ def schemes(
 ) -> None:
     """List the schemes, or show what some of them do.
 
-    Of a named scheme: each operand of the three GEMMs, in how many bits, and its source.
+    For a named scheme: the operands of the three GEMMs, their bits, and the scheme's source.
     """
     import_sources(imports)
     if names or as_json:
@@ -44,12 +44,12 @@ def schemes(
 
 
 def _list(all_of_them: bool, *, own: bool) -> str:
-    """Return a line for each scheme; without schemes of the user's, torch is not imported."""
+    """Return one line per scheme; torch is imported only if the user has schemes of their own."""
     groups = {
         group: [line for line in lines if all_of_them or line.name in FIRST]
         for group, lines in GROUPS.items()
     }
-    if own or entry_points(group="metis_hf.schemes"):  # that other packages register
+    if own or entry_points(group="metis_hf.schemes"):  # schemes that other packages register
         groups["Your own"] = _own()
     row = "  {:<24} {:<30} {:>5} {:>7} {:>7}".format
     text = [row("Scheme", "What it is for", "Extra", "0.3M", "51M")]
@@ -71,7 +71,7 @@ def _list(all_of_them: bool, *, own: bool) -> str:
 
 
 def _own() -> list[Line]:
-    """Return lines of the schemes that files of the user and other packages register."""
+    """Return lines for the schemes that the user's files and other packages register."""
     from metis_hf.lab.cost import scheme_overhead
     from metis_hf.schemes import scheme_info, scheme_names
 
@@ -109,7 +109,7 @@ def _show(names: list[str] | None, mode: str | None, as_json: bool) -> None:
     )
 
 
-# What block scales are rounded like, by rule.
+# Scale rule -> how the table shows it; {} is the rounding of block scales.
 _SCALES = {
     "absmax": "{}",
     "four-over-six": "{} 4/6",
@@ -137,8 +137,8 @@ def _operands(records: list[dict[str, Any]]) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    # One column alone is wrapped, which leaves it as wide as its longest word at 80 columns; rich
-    # would shrink several without regard to their words.
+    # Only one column may wrap, so at 80 columns it is still as wide as its longest word; if several
+    # could, rich would shrink them below the width of their words.
     table = Table(title="Operands of the three GEMMs", box=SIMPLE)
     table.add_column("Scheme, operand: GEMMs", no_wrap=True)
     table.add_column("Blocks, conditioner")
@@ -158,7 +158,7 @@ def _operands(records: list[dict[str, Any]]) -> Any:
 
 
 def _cells(operand: dict[str, Any], uses: list[dict[str, Any]]) -> list[str]:
-    """Format blocks with conditioner, rounding and bits of an operand, in lines."""
+    """Return an operand's cells: blocks with conditioner, rounding, bits."""
     bits = ["?" if operand["bits"] is None else f"{operand['bits']:.2f}"]
     if "blocks" not in operand:
         return [operand["format"], "", *bits]

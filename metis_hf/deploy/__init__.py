@@ -1,7 +1,7 @@
-"""Trained models for software that does not know this package, and their model cards.
+"""Exports trained models for software that does not know this package, and writes model cards.
 
-Its names are imported when they are used: transformers' quantizers import `deploy.packed_loader`,
-and models, which the other files need, import transformers' quantizers.
+Names are imported lazily to avoid an import cycle: transformers' quantizers import
+`deploy.packed_loader`; the other files import transformers' models, which import the quantizers.
 """
 
 from __future__ import annotations

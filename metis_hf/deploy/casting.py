@@ -1,4 +1,4 @@
-"""The dtype in which a plain model is saved: what transformers keeps in fp32 stays there."""
+"""Casts a plain model for saving; modules that transformers keeps in fp32 stay in fp32."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give parameters and saved buffers the dtype that `from_pretrained` would, in place.
+    """Cast parameters and saved buffers in place to the dtype that `from_pretrained` would give.
 
-    Models name modules that stay in fp32 (`_keep_in_fp32_modules` under fp16, and
+    Models list modules that stay in fp32 (`_keep_in_fp32_modules` under fp16, and
     `_keep_in_fp32_modules_strict` under bf16 too), such as the routing biases of DeepSeek V3.
-    Buffers that are not saved stay as they are: a loader computes them.
+    Buffers that are not saved keep their dtype, because loading recomputes them.
 
     Args:
         model: plain, in fp32.

@@ -1,9 +1,9 @@
 """Exports a Metis checkpoint for software that does not know this package.
 
 "dense": a plain transformers directory with the represented weights. "compressed-tensors": NVFP4 in
-the layout `nvfp4-pack-quantized`, with the low-rank part of split weights folded in or kept beside
-it. "modelopt": NVFP4 as NVIDIA's ModelOpt lays it out. Layers with calibrated scales quantize their
-inputs too (W4A4). How a matrix is packed is in `compressed_tensors`, what it costs in `report`.
+the layout `nvfp4-pack-quantized`, with the low-rank part of split weights folded in or in a side
+file. "modelopt": NVFP4 in the layout of NVIDIA's ModelOpt. Layers with calibrated scales quantize
+their inputs too (W4A4). `compressed_tensors` packs a matrix; `report` measures the errors.
 """
 
 from __future__ import annotations
@@ -91,41 +91,42 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write a Metis checkpoint in a format that needs no metis_hf.
 
-    All arithmetic is in fp32, whatever the checkpoint's dtype. The directory gets its files when
-    all are written; until then they lie in a hidden directory beside it, or in it where it is there
-    already. The next export into this place removes what a killed one left there.
+    All arithmetic is in fp32, whatever the checkpoint's dtype. The files are written to a hidden
+    staging directory, next to `out` or inside it if it exists, and moved into place once all are
+    complete. The next export to `out` removes what a killed export left behind.
 
     Args:
         checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model;
-            with another `load`, whatever that takes.
+            with another `load`, whatever that accepts.
         out: the directory to write; must not exist, or be empty.
-        format: "dense", "compressed-tensors" or "modelopt". Where tensor scales are calibrated
-            (schemes "w4a4" and "w4a16"), the packed formats hold them, and inputs are quantized as
-            the scheme says; else weights alone are.
-        dtype: "bfloat16", "float16" or "float32", by name or as torch's, for everything that is not
-            packed; a packed checkpoint for the compressed-tensors library takes "bfloat16".
-        low_rank: for weights that are split, in storage or when they are quantized, in
-            compressed-tensors: "fold" quantizes the dense weight they represent, in place of the
-            quantized parts that they were trained as; "side-file" packs the residual and keeps the
-            factors, quantized as in training, in a file beside it.
-        share_scales: pack weights that inference engines run as one (query, key and value; gate
-            and up) under one tensor scale, without which engines compute wrong values. False packs
-            each under its own, as it was trained; a side file's parts always are.
+        format: "dense", "compressed-tensors" or "modelopt". If tensor scales are calibrated
+            (schemes "w4a4" and "w4a16"), the packed formats store them and inputs are quantized as
+            the scheme says; otherwise only weights are quantized.
+        dtype: "bfloat16", "float16" or "float32", by name or as a torch dtype, for everything that
+            is not packed. A packed checkpoint for the compressed-tensors library must use
+            "bfloat16".
+        low_rank: for split weights (stored split, or split when quantized) in compressed-tensors:
+            "fold" quantizes the dense weight that they represent instead of the parts quantized in
+            training; "side-file" packs the residual and writes the factors, quantized as in
+            training, to a side file.
+        share_scales: pack weights that inference engines fuse (query, key and value; gate and up)
+            under one tensor scale; without it engines compute wrong values. False packs each weight
+            under its own scale, as in training, which "side-file" always does.
         text: a file of held-out text (UTF-8), or JSON lines of messages or texts (.jsonl), to
-            measure the loss on, for causal language models.
+            measure the loss on; causal language models only.
         results: a JSON file of metrics to show in the model card.
-        load: makes the converted model of `checkpoint`, in fp32 on the CPU. Tokenizer and other
-            files beside the weights are taken from `checkpoint`, a directory or name on the hub.
+        load: builds the converted model from `checkpoint`, in fp32 on the CPU. The tokenizer and
+            other companion files are copied from `checkpoint`, a directory or hub name.
 
     Returns:
         The report, also written to `metis_export.json`.
 
     Raises:
-        ValueError: not a Metis checkpoint; an unknown choice; a layer that the layout cannot hold;
-            scales that are not calibrated; a packed weight that is not finite; `out` is not empty,
-            or another process writes it; a checkpoint that is not whole; a text for a model that is
-            no causal language model, or of tokens that it does not know; a text that is not UTF-8,
-            or results that are no JSON object.
+        ValueError: `checkpoint` is incomplete or not a Metis checkpoint; a choice is unknown; the
+            layout cannot hold a layer; scales are not calibrated; a weight to pack is not finite;
+            `out` is not empty, or another process is writing it; a text is given for a model that
+            is not a causal language model, has tokens outside the vocabulary, or is not UTF-8;
+            `results` is not a JSON object.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
@@ -200,7 +201,7 @@ def export_checkpoint(
 
 
 def _kind(model: PreTrainedModel, format: str, low_rank: str) -> str:
-    """Return the kind of export, as `model_card` names it, that the choices ask for."""
+    """Return the kind of export that `format` and `low_rank` select, as named by `model_card`."""
     if low_rank == "side-file":
         return low_rank
     quantizes = any(quantized_input(layer) is not None for _, layer in metis_layers(model))
@@ -251,7 +252,7 @@ def _write_packed(
     for name, layer in metis_layers(model):
         quantizer = weight_quantizer(layer)
         if quantizer is None:
-            continue  # a layer that its scheme leaves in high precision stays so
+            continue  # the scheme leaves this layer in high precision
         weight = represented(layer)
         folded[name] = compress(layer, weight, shared.get(name))
         if is_split(layer):
@@ -284,7 +285,7 @@ def _write_packed(
         _round_parameters(dense, dtype)
         with quantizing_inputs(dense, inputs):
             held_out["fold"] = _loss(_with_weights(dense, folded, {}), windows)
-        if factors:  # `load_low_rank` gives plain layers, which do not quantize their inputs
+        if factors:  # `load_low_rank` returns plain layers, which do not quantize inputs
             parts = _with_weights(dense, folded | residuals, factors)
             held_out["side-file"] = _loss(parts, windows)
     if kind == "side-file":
@@ -304,7 +305,7 @@ def _save_packed(
     kind: str,
     dtype: torch.dtype,
 ) -> None:
-    """Write `model` as a packed checkpoint: packed layers, all else in `dtype`."""
+    """Write `model` as a packed checkpoint; everything that is not packed is in `dtype`."""
     cast(model, dtype)
     state = model.state_dict()
     of_layer = modelopt.layer_state if kind == "modelopt" else layer_state
@@ -333,7 +334,7 @@ def _save_packed(
 
 
 def _round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give parameters and buffers the values that they will be saved with, in place, in fp32."""
+    """Round parameters and buffers to the saved dtype and back to fp32, in place."""
     cast(model, dtype)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
@@ -346,7 +347,7 @@ def _with_weights(
     packed: Mapping[str, CompressedMatrix],
     low: Mapping[str, CompressedFactors],
 ) -> PreTrainedModel:
-    """Give the model the weights that packed layers and their factors represent, in place."""
+    """Set the model's weights in place to what the packed layers and factors represent."""
     for name, weight in packed.items():
         values = weight.dequantize()
         if name in low:
@@ -357,7 +358,7 @@ def _with_weights(
 
 @torch.no_grad()
 def _loss(model: PreTrainedModel, windows: list[Tensor]) -> float:
-    """Return the cross entropy in nats per predicted token, one window at a time."""
+    """Return the mean cross entropy in nats per predicted token; windows run one at a time."""
     total, count = 0.0, 0
     for ids in windows:
         logits = model(input_ids=ids).logits[0, :-1]

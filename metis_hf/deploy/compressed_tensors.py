@@ -2,9 +2,9 @@
 
 For a layer `name` [o i]: `name.weight_packed` uint8 [o i/2], two E2M1 codes to a byte, the even
 column in the low nibble; `name.weight_scale` float8_e4m3fn [o i/16]; `name.weight_global_scale`
-fp32 [1], an encode scale: weight = code * weight_scale / weight_global_scale. Where inputs are
-quantized too, `name.input_global_scale` fp32 [1], of the same kind. Written and read without that
-library. Low-rank factors lie in a file beside it, packed in the same way.
+fp32 [1], an encode scale: weight = code * weight_scale / weight_global_scale. If inputs are
+quantized too, `name.input_global_scale` fp32 [1], also an encode scale. The layout is read and
+written without the library. Low-rank factors are packed the same way in a side file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CompressedMatrix:
         packed: uint8 [rows, columns / 2, rounded up to whole blocks].
         scale: float8_e4m3fn [rows, columns / 16, rounded up].
         global_scale: fp32 [1]; values are divided by it.
-        columns: of the matrix; blocks beyond it are padding.
+        columns: number of matrix columns; the rest of the last block is padding.
     """
 
     packed: Tensor
@@ -60,12 +60,13 @@ class CompressedMatrix:
     def of(
         cls, weight: Tensor, quantizer: Quantizer, amax: Tensor | None = None
     ) -> CompressedMatrix:
-        """Pack a matrix, rounding elements to nearest; blocks run along the columns.
+        """Pack a matrix, rounding elements to nearest; blocks run along each row.
 
         Args:
             weight: [rows columns]
-            quantizer: its choices for the matrix.
-            amax: 0-dim, what the global scale is made of; None: the matrix's largest magnitude.
+            quantizer: format, tile and scale rule to use.
+            amax: 0-dim, the magnitude the global scale is computed from; None: the matrix's
+                largest.
         """
         packed = PackedWeight.of(weight, quantizer=quantizer, amax=amax)
         return cls(*packed, columns=weight.shape[1])
@@ -79,27 +80,27 @@ class CompressedMatrix:
         ).dequantize()
 
     def part(self, rows: slice) -> CompressedMatrix:
-        """Return the matrix of some rows, with tensors of its own."""
+        """Return some rows as a matrix with copied tensors."""
         packed, scale = self.packed[rows].clone(), self.scale[rows].clone()
         return CompressedMatrix(packed, scale, self.global_scale.clone(), self.columns)
 
     def state(self, prefix: str = "weight") -> dict[str, Tensor]:
-        """Return the tensors by their names in the layout."""
+        """Return the tensors by their layout names."""
         return {f"{prefix}_{part}": getattr(self, part) for part in _PARTS}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], prefix: str, columns: int) -> CompressedMatrix:
-        """Return the inverse of `state`."""
+        """Build the matrix from its tensors: the inverse of `state`."""
         packed, scale, global_scale = (state[f"{prefix}_{part}"] for part in _PARTS)
         return cls(packed, scale, global_scale, columns)
 
 
 def layer_state(weight: CompressedMatrix, input_scale: Tensor | None) -> dict[str, Tensor]:
-    """Return the tensors of a layer by their names in the layout.
+    """Return the tensors of a layer by their layout names.
 
     Args:
-        weight: packed.
-        input_scale: encode scale of the input, fp32 [1]; None where it is not quantized.
+        weight: the packed weight.
+        input_scale: encode scale of the input, fp32 [1]; None if the input is not quantized.
     """
     return weight.state() | ({} if input_scale is None else {"input_global_scale": input_scale})
 
@@ -110,7 +111,7 @@ class CompressedFactors:
 
     Attributes:
         u: [o k], blocks along k.
-        s: fp32 [k], all constants included.
+        s: fp32 [k], including all constant factors.
         vh: [k i], blocks along i.
     """
 
@@ -124,24 +125,24 @@ class CompressedFactors:
 
 
 def weight_quantizer(layer: MetisLayer) -> Quantizer | None:
-    """Return the quantizer of a layer's weight in evaluation; None if forward leaves it alone."""
+    """Return the quantizer of a layer's weight in evaluation; None if it is not quantized."""
     return layer.eval_scheme.fprop_weight.quantizer
 
 
 def static_scales(layer: MetisLayer) -> StaticScales | None:
-    """Return the state of a layer whose tensor scales calibration fixes, or None."""
+    """Return the scheme state of a layer with calibrated tensor scales, or None for others."""
     state = layer.scheme.state
     return state if isinstance(state, StaticScales) else None
 
 
 def compress(layer: MetisLayer, weight: Tensor, amax: Tensor | None = None) -> CompressedMatrix:
-    """Pack the weight [o i] that a layer represents as its forward pass quantizes it.
+    """Pack a layer's represented weight [o i] the way its forward pass quantizes it.
 
     Args:
         layer: converted.
-        weight: what it represents.
-        amax: 0-dim, what the tensor scale is made of in place of the weight's largest magnitude;
-            a calibrated one goes before.
+        weight: the weight that the layer represents.
+        amax: 0-dim, the magnitude the tensor scale is computed from; None: the weight's largest.
+            Ignored if the layer has a calibrated scale.
     """
     quantizer = weight_quantizer(layer)
     assert quantizer is not None
@@ -151,23 +152,23 @@ def compress(layer: MetisLayer, weight: Tensor, amax: Tensor | None = None) -> C
 
 
 def is_split(layer: MetisLayer) -> bool:
-    """Return whether w_hat has a low-rank part: of a stored split, or of one made at each use."""
+    """Return whether w_hat has a low-rank part, from a stored split or one made at each use."""
     return layer.weight_form.is_split or _dynamic_split(layer) is not None
 
 
 def _dynamic_split(layer: MetisLayer) -> Spectral | None:
-    """Return the split of the one stored matrix at each quantization; None for other layers."""
+    """Return the conditioner that splits a dense stored weight at each use, or None."""
     conditioner = layer.eval_scheme.fprop_weight.conditioner
     stored = layer.weight_form.is_split
     return conditioner if isinstance(conditioner, Spectral) and not stored else None
 
 
 def unsupported(layer: MetisLayer, expert: bool = False) -> str | None:
-    """Return why the layout cannot hold a layer, or None.
+    """Return why the layout cannot hold a layer, or None if it can.
 
     Args:
         layer: converted.
-        expert: it is one of fused experts, which are transposed when they are fused again.
+        expert: the layer is one of fused experts; their weights may be stored transposed.
     """
     quantizer = weight_quantizer(layer)
     if quantizer is None:
@@ -196,8 +197,8 @@ def split_layer(
 ) -> tuple[CompressedMatrix, CompressedFactors]:
     """Return the residual and the factors of a split weight as they enter its GEMM in evaluation.
 
-    With a compensated scheme the residual is taken against the quantized factors, so that residual
-    and low-rank part add up to the layer's own w_hat.
+    In a compensated scheme the residual is computed against the quantized factors, so that residual
+    and low-rank part add up to the layer's w_hat.
     """
     params = tuple(param.detach().float() for param in layer.weight_params())
     form = layer.weight_form
@@ -208,7 +209,7 @@ def split_layer(
     else:
         split = _dynamic_split(layer)
         assert split is not None
-        # The noise of a weight depends on nothing but the layer and the weight itself.
+        # A weight's noise depends only on the layer and the weight itself.
         u, s, v = split.split(weight, key=layer.call_keys(weight)[Role.FPROP_WEIGHT])
         vh, compensated = v.T, split.compensated
         residual = weight - (u * s) @ vh
@@ -251,18 +252,18 @@ def save_low_rank(directory: Path, factors: Mapping[str, CompressedFactors]) -> 
 
 
 def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Put an export with a side file together again: a plain model with dense weights.
+    """Load a side-file export as a plain model with dense weights.
 
-    In fp32 the weights are, to the bit, those that enter the GEMMs of the Metis model in
+    In fp32 the weights equal, bit for bit, the ones that enter the Metis model's GEMMs in
     evaluation. The compressed-tensors library is not needed.
 
     Args:
-        directory: what `export_checkpoint(..., low_rank="side-file")` wrote.
-        dtype: of the model; the sums are taken in fp32.
+        directory: the directory that `export_checkpoint(..., low_rank="side-file")` wrote.
+        dtype: dtype of the model; residual and low-rank part are added in fp32.
 
     Raises:
-        ValueError: no such export, one of a newer version, a layer without its residual or factors,
-            or factors without a layer.
+        ValueError: not such an export, or one of a newer version; a residual, a factor, or the
+            layer of a factor is missing.
     """
     directory = Path(directory)
     description = _description(directory)

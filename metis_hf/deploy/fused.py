@@ -1,8 +1,8 @@
-"""Layers that engines run as one: query, key and value; gate and up; and their tensor scales.
+"""Tensor scales of layers that engines fuse: query, key and value; gate and up.
 
-vLLM joins such layers and takes one tensor scale for all of them: in compressed-tensors' layout the
-largest encode scale, for weights alone without a word. The blocks of a layer whose own scale is
-another one then decode to wrong values.
+vLLM fuses such layers and uses one tensor scale for all of them: in compressed-tensors' layout the
+largest encode scale, and without a warning if only weights are quantized. Layers that were packed
+under another scale then decode to wrong values.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ MIXED = "Layers that engines run as one are quantized in several ways here: {1},
 
 @torch.no_grad()
 def shared_amaxes(model: nn.Module) -> dict[str, Tensor]:
-    """Return the amax of each layer's tensor scale, where the layer is deployed with others.
+    """Return layer name -> shared amax, for each layer that engines fuse with others.
 
-    0-dim fp32: the largest magnitude of all their weights. Without the layers of calibrated scales,
-    which share theirs already, and of quantizers that have no tensor scale.
+    The amax is 0-dim fp32: the largest magnitude over all weights of the group. Layers with
+    calibrated scales, which are shared already, and layers without a tensor scale are left out.
     """
     layers = {
         name: layer
@@ -73,15 +73,18 @@ def shared_amaxes(model: nn.Module) -> dict[str, Tensor]:
 def share_others(
     model: nn.Module, packed: Mapping[str, CompressedMatrix]
 ) -> dict[str, CompressedMatrix]:
-    """Pack the layers that `shared_amaxes` leaves alone under one scale a group.
+    """Repack layers whose group still has several tensor scales, under one scale per group.
 
-    Layers deployed as one may be of schemes with other scale rules, or only some of calibrated
-    scales: one magnitude then gives several tensor scales. The smallest, an encode scale, holds all
-    weights.
+    Fused layers may use schemes with different scale rules, or only some may have calibrated
+    scales; one amax then gives several tensor scales. The group's smallest encode scale covers all
+    its weights.
 
     Args:
         model: still converted.
-        packed: what is to be written, by layer.
+        packed: the matrices to write, by layer.
+
+    Returns:
+        The repacked matrices by layer; layers that keep their scale are left out.
     """
     layers, found = dict(metis_layers(model)), {}
     for group in _apart(packed):
@@ -97,7 +100,7 @@ def share_others(
 
 
 def _apart(packed: Mapping[str, CompressedMatrix]) -> list[tuple[str, ...]]:
-    """Return the groups of layers deployed as one that have several tensor scales."""
+    """Return the groups of fused layers that have more than one tensor scale."""
     return [
         group
         for group in dict.fromkeys(deployed_groups(packed).values())
@@ -112,14 +115,14 @@ def scale_notes(
     moved: bool,
     shared: bool,
 ) -> tuple[str, ...]:
-    """Return notes on the tensor scales of packed layers that are deployed as one.
+    """Return notes for the report on the tensor scales of packed layers that engines fuse.
 
     Args:
         model: still converted.
         packed: the written matrices, by layer.
-        amaxes: the used ones of `shared_amaxes`.
-        moved: whether `share_others` gave other scales.
-        shared: whether scales were to be shared.
+        amaxes: result of `shared_amaxes`; empty if scales are not shared.
+        moved: whether `share_others` changed any scale.
+        shared: whether sharing was requested.
     """
     layers, notes = dict(metis_layers(model)), []
     if _apart(packed):
@@ -137,12 +140,12 @@ def scale_notes(
 def mixed_notes(
     model: nn.Module, packed: Container[str], inputs: Container[str]
 ) -> tuple[str, ...]:
-    """Return notes on layers that are deployed as one and quantized in several ways.
+    """Return a note for the report if fused layers are quantized in different ways.
 
     Args:
         model: still converted.
-        packed: names of the layers that are packed.
-        inputs: names of those whose inputs are quantized.
+        packed: names of the packed layers.
+        inputs: names of the layers whose inputs are quantized.
     """
     layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear | MetisLayer)}
     for group in deployed_groups(sorted(layers)).values():

@@ -1,4 +1,4 @@
-"""Inputs of exported layers: their calibrated scales, and plain models that quantize them."""
+"""Input quantization of exported layers: calibrated scales, and hooks for plain models."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class InputQuantizer:
     """The quantization of an exported layer's input.
 
     Attributes:
-        quantizer: of its blocks.
-        amax: what the tensor scale is made of, 0-dim fp32.
+        quantizer: quantizer of the blocks.
+        amax: 0-dim fp32, the magnitude the tensor scale is computed from.
     """
 
     quantizer: Quantizer
@@ -33,12 +33,12 @@ class InputQuantizer:
         return encode_scale(self.amax, self.quantizer)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Quantize and back, in the dtype of x."""
+        """Fake-quantize x, in the dtype of x."""
         return self.quantizer(x, dtype=x.dtype, amax=self.amax)
 
 
 def quantized_input(layer: MetisLayer) -> InputQuantizer | None:
-    """Return a layer's quantizer of inputs under a calibrated scale; None if it has none."""
+    """Return a layer's input quantizer with its calibrated scale, or None if it has none."""
     state, quantizer = static_scales(layer), layer.eval_scheme.fprop_input.quantizer
     if state is None or not state.input or quantizer is None:
         return None
@@ -47,7 +47,7 @@ def quantized_input(layer: MetisLayer) -> InputQuantizer | None:
 
 @contextmanager
 def quantizing_inputs(model: nn.Module, inputs: Mapping[str, InputQuantizer]) -> Iterator[None]:
-    """Let plain layers quantize their inputs for a block, as deployed ones do."""
+    """Make plain layers quantize their inputs inside the block, as deployed layers do."""
 
     def hook(quantize: InputQuantizer) -> Callable[..., tuple[Any, ...]]:
         return lambda module, args: (quantize(args[0]), *args[1:])

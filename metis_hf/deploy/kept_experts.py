@@ -1,8 +1,8 @@
-"""Names of the parts of a packed mixture of experts that stay dense and are no nn.Linear.
+"""Names of the dense parts of a mixture of experts that are not nn.Linear, for the exclude list.
 
-transformers holds the experts of a layer as fused parameters, and most routers are modules of their
-own. Engines hold both as layers that they quantize unless the checkpoint's config excludes them,
-and ask for them by the names in its files.
+transformers stores the experts of a layer as fused parameters, and most routers as custom modules.
+Engines represent both as layers, and quantize them unless the checkpoint's config excludes them
+under the names that its files use.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from metis_hf.layers.experts import fused_weights, is_fused_experts, packed_name
 
 
 def kept_experts(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return dense fused experts, and routers that are no nn.Linear, by their names in files.
+    """Return (dense fused experts, routers that are not nn.Linear), by their names in files.
 
-    A router is a module beside the experts with a matrix of its own.
+    A router is a sibling module of the experts whose `weight` is a matrix.
     """
     experts, routers = [], []
     for name, module in model.named_modules():

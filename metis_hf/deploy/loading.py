@@ -1,4 +1,4 @@
-"""Lines of Python that load an export again."""
+"""Code lines that load or serve an export."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from metis_hf.layers.experts import has_fused_experts
 
 
 def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
-    """Return the Python that loads a directory of some kind, of the class that `model` is.
+    """Return the Python code that loads an export as the class of `model`.
 
     Args:
         model: converted.
-        kind: as for `model_card`.
+        kind: as in `model_card`.
         name: the directory.
     """
     shown = json.dumps(name, ensure_ascii=False)
@@ -46,13 +46,13 @@ def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
 
 
 def serve_line(model: PreTrainedModel, kind: str, name: str, notes: Iterable[str]) -> str:
-    """Return the command that serves a packed directory; "" where vLLM does not read it rightly.
+    """Return the command that serves a packed export, or "" if vLLM does not run it correctly.
 
     Args:
-        model: exported.
-        kind: as for `model_card`.
+        model: the exported model.
+        kind: as in `model_card`.
         name: the directory.
-        notes: on the export.
+        notes: the notes of the export's report.
     """
     packed = kind in ("compressed-tensors", "w4a4", "modelopt") and model.can_generate()
     wrong = any(note in NOT_SERVED or note.endswith(MIXED_END) for note in notes)
@@ -60,9 +60,9 @@ def serve_line(model: PreTrainedModel, kind: str, name: str, notes: Iterable[str
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
-    """Return why transformers must decompress a packed export while it loads, or None.
+    """Return why transformers must decompress a packed export while loading it, or None.
 
-    Also None for models with fused experts, which it does not read at all.
+    None also for models with fused experts: transformers cannot read their exports at all.
 
     Args:
         model: converted.

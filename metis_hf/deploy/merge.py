@@ -1,4 +1,4 @@
-"""Merging of LoRA adapters into a packed NVFP4 base, with what quantizing it again costs."""
+"""Merges LoRA adapters into a packed NVFP4 base and reports the requantization error."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from metis_hf.numerics import relative_error
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """The price of one layer's merge; W is the packed weight, BA the adapters with their scaling.
+    """The error of one layer's merge; W is the packed weight, BA the adapters with their scaling.
 
     Attributes:
-        name: of the layer in the base model.
+        name: layer name in the base model.
         change: |BA| / |W + BA| (Frobenius norms).
         error: |Q(W + BA) - (W + BA)| / |W + BA|.
     """
@@ -34,7 +34,7 @@ class MergedLayer:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """The relative error of each layer that was quantized again; printed as a table."""
+    """The relative error of each requantized layer; prints as a table."""
 
     layers: tuple[MergedLayer, ...]
 
@@ -55,26 +55,27 @@ def merge_packed(
 ) -> tuple[PreTrainedModel, MergeReport]:
     """Merge LoRA adapters into a packed base and quantize it to NVFP4 again.
 
-    The packed weight lies on its grid, and W + BA does not: quantizing it costs about 8 % of its
-    norm, often more than what the adapter has changed. Held-out loss says whether that matters;
-    the adapter beside the base costs nothing. Layers that shared their tensor scale (q, k and v,
-    gate and up, which vLLM fuses) share the new one, where all of them have an adapter; otherwise
-    they keep the old one, under which what has grown beyond it saturates.
+    W lies on the NVFP4 grid and W + BA does not: quantizing W + BA costs about 8 % of its norm,
+    often more than the adapter's change. Measure the held-out loss to see whether that matters; an
+    unmerged adapter has no such error. Layers that shared a tensor scale (q, k and v, gate and up,
+    which vLLM fuses) share a new one if all of them have an adapter; otherwise they keep the old
+    scale, and values that exceed its range saturate.
 
         >>> packed, report = merge_packed(peft_model, requantize=True)  # doctest: +SKIP
         >>> print(report)  # doctest: +SKIP
 
     Args:
-        model: what `get_peft_model` or `PeftModel.from_pretrained` gave over a packed base.
-        requantize: that you know the cost. False merges nothing and raises an error that says it.
-        adapter_names: default: the active ones.
+        model: a PEFT model over a packed base (`get_peft_model`, `PeftModel.from_pretrained`).
+        requantize: confirms that you accept the error. False merges nothing and raises a
+            ValueError that states the error.
+        adapter_names: adapters to merge; default: the active ones.
 
     Returns:
-        (the base model, packed again and without adapters; the cost of each layer).
+        (the base model, packed again and without adapters; the error of each layer).
 
     Raises:
-        ValueError: `requantize=False`; no packed layer with such an adapter; an adapter that is not
-            finite. The model is then unchanged.
+        ValueError: `requantize=False`; no packed layer has such an adapter; an adapter has NaN or
+            inf. The model is then unchanged.
     """
     layers = {
         name: layer
@@ -113,7 +114,7 @@ def merge_packed(
 
 
 def _check_others(model: PeftModel, adapter_names: list[str] | None) -> None:
-    """Refuse adapters with NaN or inf over what is not packed, such as a head."""
+    """Refuse adapters with NaN or inf on layers that are not packed, such as a head."""
     for path, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or isinstance(layer, PackedLoraLinear):
             continue
@@ -140,7 +141,7 @@ def _cost(layer: PackedLoraLinear, scale: Tensor, adapter_names: list[str] | Non
 def _scales(
     model: nn.Module, layers: dict[str, PackedLoraLinear], adapter_names: list[str] | None
 ) -> dict[str, Tensor]:
-    """Return the encode scale [1] for each layer's merged weight; see `merge_packed`."""
+    """Return layer name -> encode scale [1] of its merged weight; see `merge_packed`."""
     siblings: dict[tuple[str, float], list[str]] = defaultdict(list)
     for name, packed in packed_layers(model).items():
         name = name.removesuffix(".base_layer")

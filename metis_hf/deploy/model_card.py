@@ -1,7 +1,7 @@
 """README.md of a checkpoint: what it is, how it was quantized, how to load it.
 
-For directories that `save_pretrained` or `metis-hf export` wrote. Nothing is invented: what is not
-known here (licence, data, language) stays out of the metadata.
+For directories that `save_pretrained` or `metis-hf export` wrote. The metadata omits facts that the
+package cannot know (license, data, language).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TAGS = {
     "side-file": ("metis",),
 }
 _PACKED = ("compressed-tensors", "w4a4", "modelopt", "side-file")  # to NVFP4, whatever the scheme
-# {precision}: as `card.precision` says it.
+# {precision}: text from `card.precision`.
 _WHAT = {
     "metis": sections.WHAT,
     "dense": "The dense weights of a model whose converted linear layers compute in {precision}, "
@@ -72,16 +72,17 @@ def model_card(
     """Return the card of a converted model, or of an export of it.
 
     Args:
-        model: converted; its config and its conversion report are shown.
-        name: the path or hub name to show in the line that loads it.
+        model: converted; the card shows its config and conversion report.
+        name: the path or hub name to show in the loading code.
         kind: "metis" for the checkpoint itself, otherwise the kind of export: "dense",
-            "compressed-tensors", "w4a4" for that with quantized inputs, "modelopt" or "side-file".
-        results: metrics by name, in nested mappings as an evaluation writes them; what is not a
-            number is left out.
-        base_model: name on the hub of the model that this one was made from.
+            "compressed-tensors", "w4a4" (compressed-tensors with quantized inputs), "modelopt" or
+            "side-file".
+        results: metrics by name, in nested mappings as an evaluation writes them; values that are
+            not numbers are skipped.
+        base_model: hub name of the model that this one was made from.
 
     Raises:
-        ValueError: an unknown kind, or a model that was not converted.
+        ValueError: the kind is unknown, or the model was not converted.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}; choose one of {', '.join(KINDS)}")
@@ -116,7 +117,7 @@ def model_card(
         lines = load_lines(model, kind, name)
         parts.append(f"## Load\n\n```python\n{lines}\n```\n\n{_NEEDS[kind]}")
     parts += [
-        # How well the split reproduced the weights when they were converted says nothing by now.
+        # No split error: it was measured at conversion and is stale after training.
         f"{_CONVERSION}\n\n```text\n{report.text(error=False)}\n```",
         f"## Config\n\n{sections.config_table(config)}",
     ]
@@ -128,12 +129,12 @@ def model_card(
 
 
 def add_to_card(card: ModelCard, serving: str, report: str, *, inputs: bool) -> None:
-    """Add to the card of an export how it is served, and its report.
+    """Add the serving command and the report to the card of an export.
 
     Args:
-        card: of `model_card`.
-        serving: command that serves the export; "" where vLLM does not.
-        report: the section of it.
+        card: result of `model_card`.
+        serving: command that serves the export; "" if vLLM cannot.
+        report: the report's section in markdown.
         inputs: whether inputs are quantized too.
     """
     if serving:
@@ -152,10 +153,10 @@ def write_model_card(
     """Write `model_card` to README.md of a directory, and return its path.
 
     Args:
-        results: also the path of a JSON file.
+        results: metrics as in `model_card`, or the path of a JSON file of them.
 
     Raises:
-        ValueError: as `model_card` and `read_metrics`.
+        ValueError: see `model_card` and `read_metrics`.
     """
     directory = Path(directory)
     metrics = read_metrics(Path(results)) if isinstance(results, str | Path) else results
@@ -169,7 +170,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
     """Return the metrics of a JSON file.
 
     Raises:
-        ValueError: it holds no JSON object; the message names it.
+        ValueError: the file holds no JSON object.
     """
     metrics = read_json(path)
     if not isinstance(metrics, dict):

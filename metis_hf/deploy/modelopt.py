@@ -1,9 +1,9 @@
-"""NVFP4 checkpoints as NVIDIA's ModelOpt writes them, which vLLM, SGLang and TensorRT-LLM read.
+"""NVFP4 checkpoints in the layout of NVIDIA's ModelOpt, for vLLM, SGLang and TensorRT-LLM.
 
 For a layer `name` [o i]: `name.weight` uint8 [o i/2] and `name.weight_scale` float8_e4m3fn [o i/16]
-as in compressed-tensors; `name.weight_scale_2` and `name.input_scale`, fp32 numbers, are decode
-scales: weight = code * weight_scale * weight_scale_2. What is quantized stands in `config.json` and
-in `hf_quant_config.json`.
+as in compressed-tensors; `name.weight_scale_2` and `name.input_scale`, fp32 scalars, are decode
+scales: weight = code * weight_scale * weight_scale_2. `config.json` and `hf_quant_config.json` list
+the quantized layers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ALGORITHM = {quantized: name for name, quantized in ALGORITHMS.items()}
 
 
 def layer_state(weight: CompressedMatrix, input_scale: Tensor | None) -> dict[str, Tensor]:
-    """Return the tensors of a layer by their names in the layout.
+    """Return the tensors of a layer by their layout names.
 
     Args:
-        weight: packed.
-        input_scale: encode scale of the input, fp32 [1]; None where it is not quantized.
+        weight: the packed weight.
+        input_scale: encode scale of the input, fp32 [1]; None if the input is not quantized.
     """
     state = {
         "weight": weight.packed,
@@ -49,8 +49,8 @@ def describe(
     Args:
         ignore: names of the nn.Linear modules that are not packed.
         inputs: name of each packed layer -> whether its input is quantized.
-        experts: names of fused experts, which are not packed, as files have them.
-        routers: names of their routers that are no nn.Linear.
+        experts: names in files of fused experts, which are not packed.
+        routers: names in files of their routers that are not nn.Linear.
     """
     kinds = set(inputs.values())
     quantization: dict[str, Any] = {
@@ -70,7 +70,7 @@ def describe(
 
 
 def quantization_config(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `quantization_config` of config.json for the result of `describe`."""
+    """Convert the result of `describe` to the `quantization_config` of config.json."""
     details = description["quantization"]
     if details["quant_algo"] == MIXED:
         named: dict[str, list[str]] = {}

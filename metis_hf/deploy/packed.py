@@ -1,10 +1,10 @@
-"""Loading of NVFP4 checkpoints with their weights kept packed, as a base for LoRA.
+"""Loads NVFP4 checkpoints with their weights kept packed, as a base for LoRA.
 
 from metis_hf import load_packed
 model = load_packed("model-nvfp4")  # compressed-tensors or ModelOpt, W4A16 or W4A4
 model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
 Trainer(model, ...).train()
-model.save_pretrained("adapter")  # vLLM serves it beside the packed base
+model.save_pretrained("adapter")  # vLLM serves it with the packed base
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_dow
 def packed_config(
     path: str | Path, *, activations: str = AS_CONFIGURED, **options: Any
 ) -> PreTrainedConfig:
-    """Return the config with which any auto class keeps a checkpoint packed.
+    """Return a config with which any auto class keeps a checkpoint packed.
 
     For classes other than the one that config.json names:
 
@@ -46,12 +46,12 @@ def packed_config(
         AutoModelForSequenceClassification.from_pretrained("model-nvfp4", config=config)
 
     Args:
-        path: a directory or a name on the hub.
+        path: a directory or a hub name.
         activations: as in `load_packed`.
         options: for `AutoConfig.from_pretrained`.
 
     Raises:
-        ValueError: no NVFP4 checkpoint; the message names what it is.
+        ValueError: the checkpoint is not NVFP4; the message names its format.
     """
     config = AutoConfig.from_pretrained(path, **options)
     source = getattr(config, "quantization_config", None)
@@ -81,43 +81,44 @@ def load_packed(
     device_map: Any = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load an NVFP4 checkpoint with its weights kept packed and frozen: 4.5 bits an element.
+    """Load an NVFP4 checkpoint with its weights kept packed and frozen: 4.5 bits per element.
 
-    The layouts are compressed-tensors' `nvfp4-pack-quantized` and ModelOpt's NVFP4. Layers that
-    the checkpoint holds dense (`ignore`, `exclude_modules`) stay nn.Linear. Fused experts become
-    packed layers, one for each expert and projection, as the files have them. A layer's weight is
-    unpacked when it is used and given back after, in the backward pass again; its values in bf16
-    equal the compressed-tensors library's, to the bit.
+    Reads compressed-tensors' `nvfp4-pack-quantized` and ModelOpt's NVFP4. Layers that the
+    checkpoint stores dense (`ignore`, `exclude_modules`) stay nn.Linear. Fused experts become
+    packed layers, one per expert and projection, as in the files. A layer's weight is unpacked for
+    each forward and backward pass and freed afterwards; its values in bf16 equal the
+    compressed-tensors library's, bit for bit.
 
         >>> from peft import LoraConfig, get_peft_model  # doctest: +SKIP
         >>> model = load_packed("model-nvfp4")  # doctest: +SKIP
         >>> model = get_peft_model(model, LoraConfig(target_modules="all-linear"))  # doctest: +SKIP
 
-    Trainer then trains the adapter; without one it refuses. `save_pretrained` writes the
-    compressed-tensors layout back, the same tensors, from a model in BF16, in which that layout
-    computes: `model.to(torch.bfloat16).save_pretrained(...)`. Deployment: the adapter beside the
-    base, `merge_packed`, or `to_dense` and PEFT's `merge_and_unload`.
+    Trainer trains the adapter, and refuses a model without one. `save_pretrained` writes the same
+    packed tensors in the compressed-tensors layout; the model must be in BF16, the dtype that
+    readers of this layout compute in: `model.to(torch.bfloat16).save_pretrained(...)`. To deploy,
+    serve the adapter with the base, or use `merge_packed`, or `to_dense` and PEFT's
+    `merge_and_unload`.
 
-    Packed weights are buffers: every process holds all of them, under FSDP too, and DDP has to be
-    told not to send them around (TrainingArguments(ddp_broadcast_buffers=False); it fails at its
-    start otherwise).
+    Packed weights are buffers: every process holds all of them, even under FSDP, and DDP must not
+    broadcast them (set TrainingArguments(ddp_broadcast_buffers=False); DDP fails at startup
+    otherwise).
 
     Args:
-        path: a directory or a name on the hub, with safetensors files.
-        activations: "as configured" quantizes inputs where the checkpoint says so (W4A4: dynamic
+        path: a directory or a hub name, with safetensors files.
+        activations: "as configured" quantizes inputs if the checkpoint says so (W4A4: dynamic
             block scales under the static `input_global_scale`, straight-through in the backward
-            pass); "high precision" leaves them (W4A16).
-        dtype: of everything that is not packed, and of the computation.
+            pass); "high precision" does not quantize them (W4A16).
+        dtype: dtype of everything that is not packed, and of the computation.
         device_map: as in `from_pretrained`.
-        options: for `from_pretrained` (`attn_implementation`, `revision`, ..).
+        options: for `from_pretrained` (`attn_implementation`, `revision`, ...).
 
     Returns:
         A model of the class that config.json names, in eval mode.
 
     Raises:
-        ValueError: another format, which is named; files that are cut short; tensors that are
-            missing, of another shape, or swizzled for a kernel; scales that are zero, negative or
-            NaN; some experts of a layer without the others.
+        ValueError: the format is another one (the message names it); files are truncated; tensors
+            are missing, have another shape, or are swizzled for a kernel; scales are zero, negative
+            or NaN; a layer has only some of its experts packed.
     """
     hub = {k: options[k] for k in (*_HUB_OPTIONS, "trust_remote_code") if k in options}
     config = packed_config(path, activations=activations, **hub)
@@ -127,17 +128,17 @@ def load_packed(
 
 
 def load_deployed(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """Load a packed language model to measure it, as plain transformers computes it where it can.
+    """Load a packed language model for evaluation, with plain transformers where possible.
 
-    Else as `load_packed` computes it: transformers leaves packed layers to the compressed-tensors
-    library, which computes in BF16 alone and cannot unpack every class.
+    Falls back to `load_packed`: transformers delegates packed layers to the compressed-tensors
+    library, which computes only in BF16 and cannot unpack every class.
 
     Args:
         path: a directory in the layout `nvfp4-pack-quantized`.
-        dtype: of everything that is not packed, and of the computation.
+        dtype: dtype of everything that is not packed, and of the computation.
 
     Raises:
-        ValueError: as of `load_packed`.
+        ValueError: see `load_packed`.
     """
     if dtype is not torch.bfloat16 or _why_not_late(path) is not None:
         return load_packed(path, dtype=dtype)
@@ -146,14 +147,14 @@ def load_deployed(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrained
 
 
 def _why_not_late(path: Path) -> str | None:
-    """Return `why_not_late` of a checkpoint; no tensor is read."""
+    """Return `why_not_late` for a checkpoint, without reading any tensor."""
     suffix = f".{NAMES[COMPRESSED][0]}"
     owners = (
         key.removesuffix(suffix)
         for key in read_headers(sorted(path.glob("*.safetensors")))
         if key.endswith(suffix)
     )
-    packed = {owner.rpartition(".")[2] for owner in owners}  # models may name the rest otherwise
+    packed = {owner.rpartition(".")[2] for owner in owners}  # prefixes may differ in the model
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     if has_fused_experts(model):
@@ -170,8 +171,8 @@ def why_not_late(model: PreTrainedModel, packed: Mapping[str, type[nn.Module]]) 
     """Return why plain transformers cannot unpack layers at the first forward pass, or None.
 
     Args:
-        model: of the class that is loaded.
-        packed: name of each packed layer -> the class that it has in the plain model.
+        model: a model of the class to load.
+        packed: name of each packed layer -> its class in the plain model.
     """
     for kind in packed.values():
         if kind is not nn.Linear:
@@ -187,7 +188,7 @@ def why_not_late(model: PreTrainedModel, packed: Mapping[str, type[nn.Module]]) 
 
 
 def _initializer(cls: type[PreTrainedModel]) -> str:
-    """Return the source of a class's initializer of layers; "" without one."""
+    """Return the source code of `cls._init_weights`, or "" if there is none."""
     try:
         return inspect.getsource(cls._init_weights)
     except (OSError, TypeError):

@@ -1,8 +1,8 @@
-"""Fused experts in packed checkpoints: one linear layer for each expert and projection.
+"""Fused experts in packed checkpoints: one linear layer per expert and projection.
 
-Engines read experts under the names that a dense checkpoint of the model has, with the tensors of a
-packed layer in place of `weight`: `model.layers.0.mlp.experts.3.gate_proj.weight_packed`. Where a
-dense checkpoint holds the experts fused, as gpt-oss does, names end as llm-compressor has them:
+Engines read experts under their names in a dense checkpoint of the model, with the tensors of a
+packed layer in place of `weight`: `model.layers.0.mlp.experts.3.gate_proj.weight_packed`. If a
+dense checkpoint stores the experts fused, as gpt-oss does, names end as llm-compressor writes them:
 `gate_proj`, `up_proj`, `down_proj`.
 """
 
@@ -39,10 +39,10 @@ class ExpertMatrix:
 
     Attributes:
         experts: name of the module of fused experts.
-        key: name of the fused weight that it is a part of.
+        key: name of the fused weight that contains the matrix.
         part: "gate_proj", "up_proj" or "down_proj".
-        index: of the expert.
-        name: of the linear layer that it is in files, before transformers renames it for them.
+        index: index of the expert.
+        name: name of its linear layer, before transformers renames it for the files.
     """
 
     experts: str
@@ -53,25 +53,25 @@ class ExpertMatrix:
 
     @property
     def place(self) -> str:
-        """Name of its packed layer in a model that `load_packed` has loaded."""
+        """Name of its packed layer in a model loaded by `load_packed`."""
         return f"{self.experts}.{packed_list(self.part)}.{self.index}"
 
     def rows(self, module: nn.Module, out_features: int) -> slice:
-        """Return its rows in the expert's fused matrix of so many."""
+        """Return its rows in the expert's fused matrix [out_features i]."""
         return part_rows(module, self.key, self.part, out_features)
 
 
 def expert_matrices(
     model: PreTrainedModel, experts: str, key: str, count: int
 ) -> list[ExpertMatrix]:
-    """Return the matrices that a fused weight of so many experts becomes, expert by expert.
+    """Return the matrices that a fused weight of `count` experts is split into, expert by expert.
 
     Raises:
-        ValueError: transformers names them in files so that it cannot be followed.
+        ValueError: transformers renames the experts in a way that packed tensors cannot follow.
     """
     module = model.get_submodule(experts)
     parts = parts_of(module, key)
-    # Each number stands for one matrix: where transformers puts it says what the matrix is called.
+    # Each number of the probe stands for one matrix; the tensor it ends up in gives the name.
     probe = torch.arange(float(count * len(parts)), device="cpu").view(count, len(parts), 1)
     probe = probe.transpose(1, 2) if module.is_transposed else probe
     try:
@@ -102,9 +102,9 @@ def expert_matrices(
 
 
 def _in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as `save_pretrained` writes them for a model that was not loaded.
+    """Return tensors as `save_pretrained` writes them for a model built from its config.
 
-    A loaded one has forgotten the conversions that its own files did not need.
+    A loaded model only keeps the conversions that its own files needed.
     """
     own = vars(model).pop("_weight_conversions", None)
     try:
@@ -126,7 +126,7 @@ def all_matrices(model: PreTrainedModel) -> dict[str, ExpertMatrix]:
 
 
 def converted_experts(model: nn.Module) -> Iterator[tuple[str, str, list[Any]]]:
-    """Yield (module of experts, fused weight, its layers) of a model that is converted."""
+    """Yield (experts module name, fused weight name, its layers) of a converted model."""
     for name, module in model.named_modules():
         for key in converted_names(module):
             yield name, key, list(layers_of(module, key))
@@ -139,7 +139,7 @@ def has_packed_experts(model: nn.Module) -> bool:
 
 
 def experts_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return a note on who reads a packed checkpoint of a converted model with fused experts."""
+    """Return a note on what can read a packed checkpoint, if the model has fused experts."""
     name = next((name for name, each in model.named_modules() if is_fused_experts(each)), None)
     if name is None:
         return ()
@@ -153,10 +153,10 @@ def experts_notes(model: nn.Module) -> tuple[str, ...]:
 
 @torch.no_grad()
 def unfuse(model: nn.Module, layers: Collection[str]) -> None:
-    """Give experts of a plain model an nn.Linear each, under the names of converted layers.
+    """Replace fused expert weights by one nn.Linear per expert, named like the converted layers.
 
     Args:
-        model: plain; keeps the weights of experts that are not named fused.
+        model: plain; fused weights without a name in `layers` stay fused.
         layers: names of converted layers.
     """
     for name, module in list(model.named_modules()):
@@ -181,11 +181,11 @@ def unfuse(model: nn.Module, layers: Collection[str]) -> None:
 def names_in_files(
     model: PreTrainedModel, layers: Collection[str]
 ) -> dict[str, list[tuple[str, slice]]]:
-    """Return, for each layer, the linear layers that files have for it, and its rows in them.
+    """Return layer name -> [(name of a linear layer in the files, the rows it holds), ...].
 
     Args:
-        model: plain, its packed experts unfused.
-        layers: names of all that is packed.
+        model: plain, with its packed experts unfused.
+        layers: names of all packed layers.
     """
     names = {name: [(name, slice(None))] for name in layers}
     for experts, key, linears in converted_experts(model):
@@ -200,15 +200,15 @@ def names_in_files(
 def unfuse_packed(
     model: nn.Module, experts: Collection[ExpertMatrix], where: str
 ) -> dict[str, str]:
-    """Give a model on meta an nn.Linear for each packed matrix of its experts.
+    """Give a model on the meta device an nn.Linear for each packed matrix of its experts.
 
     Args:
-        model: plain, as its config makes it.
-        experts: all that the checkpoint has packed.
+        model: plain, as built from its config.
+        experts: all expert matrices that are packed in the checkpoint.
         where: name of the checkpoint, for messages.
 
     Returns:
-        Name of each in files -> in the model.
+        Name of each matrix in files -> its layer's name in the model.
 
     Raises:
         ValueError: some experts of a fused weight are missing.
@@ -238,13 +238,18 @@ def unfuse_packed(
 
 
 class ExpertNames(WeightRenaming):
-    """Renames the tensors of packed experts between files and model, by the names of layers."""
+    """Renames the tensors of packed experts between files and model, by layer name."""
 
     __slots__ = ("back", "there")
 
     @classmethod
     def of(cls, experts: Mapping[ExpertMatrix, str], places: Mapping[str, str]) -> ExpertNames:
-        """Return it for matrices by their names in files, as transformers renames them."""
+        """Build the renaming.
+
+        Args:
+            experts: matrix -> its name in files, as transformers renames it.
+            places: result of `unfuse_packed`.
+        """
         there = {
             name.removesuffix(each.name.removeprefix(each.experts))
             + each.place.removeprefix(each.experts): name

@@ -1,4 +1,4 @@
-"""Reads which NVFP4 checkpoint a `quantization_config` describes, and what it is refused for.
+"""Parses the `quantization_config` of NVFP4 checkpoints and refuses unsupported ones.
 
 Two layouts of the same numbers, for a layer [o i]:
 
@@ -8,7 +8,7 @@ Two layouts of the same numbers, for a layer [o i]:
     weight_global_scale  fp32 [1], encode             weight_scale_2  fp32, decode: the inverse
     input_global_scale   fp32 [1], encode             input_scale     fp32, decode: the inverse
 
-Nothing of transformers or the compressed-tensors library is needed here.
+This module needs neither transformers nor the compressed-tensors library.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from torch import Tensor
 from metis_hf.layers.packed import BLOCK
 
 FORMAT = "nvfp4-pack-quantized"
-UNPACKED = torch.bfloat16  # what the compressed-tensors library unpacks to, in any checkpoint
+UNPACKED = torch.bfloat16  # the compressed-tensors library always unpacks to this dtype
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
 MODELOPT_FILE = "hf_quant_config.json"
-ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}  # of ModelOpt -> whether inputs are quantized
-MIXED = "MIXED_PRECISION"  # of ModelOpt: each layer has its own
-# An export with a side file: the directory of its packed part, and what describes the rest.
+ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}  # ModelOpt's name -> are inputs quantized
+MIXED = "MIXED_PRECISION"  # ModelOpt's name: an algorithm per layer
+# A side-file export: the directory of its packed part, and the description of its factors.
 RESIDUAL_DIR, SIDE_FILE = "residual", "metis_low_rank.json"
 _READS = (
     "load_packed reads compressed-tensors' nvfp4-pack-quantized and ModelOpt's NVFP4 and "
     "W4A16_NVFP4"
 )
-_BESIDE = ("bias", "q_scale", "k_scale", "v_scale")  # the last three: of the KV cache
+_BESIDE = ("bias", "q_scale", "k_scale", "v_scale")  # the last three are for the KV cache
 _ARGS = {
     "num_bits": 4,
     "type": "float",
@@ -53,7 +53,7 @@ _ARGS = {
 }
 
 
-Names = tuple[str, str, str, str]  # of codes, block scales, tensor scale, tensor scale of inputs
+Names = tuple[str, str, str, str]  # names of codes, block scales, tensor scale, input tensor scale
 NAMES: dict[str, Names] = {
     COMPRESSED: ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
     MODELOPT: ("weight", "weight_scale", "weight_scale_2", "input_scale"),
@@ -62,17 +62,16 @@ NAMES: dict[str, Names] = {
 
 @dataclass(frozen=True)
 class PackedScheme:
-    """The part of a checkpoint's quantization config that says how it is read.
+    """The parts of a checkpoint's quantization config that are needed to read it.
 
     Attributes:
         layout: "compressed-tensors" or "modelopt".
-        quantizes_input: whether activations are quantized too (W4A4); None: in some layers,
-            which have a scale for them.
-        kinds: where only some layers' are: (name of layers, as the config has it, whether theirs
-            are quantized).
-        written: the `quantization_config` that `save_pretrained` writes; None where it has to be
-            made of the layers (`compressed_config`).
-        dropped: what the checkpoint asks for and is left out, for a warning.
+        quantizes_input: whether activations are quantized too (W4A4); None if layers differ, see
+            `quantizes_input_of`.
+        kinds: (target of the config, whether the inputs of matching layers are quantized).
+        written: the `quantization_config` that `save_pretrained` writes; None if it has to be
+            built from the layers (`compressed_config`).
+        dropped: settings of the checkpoint that are ignored, for a warning.
     """
 
     layout: str
@@ -82,10 +81,11 @@ class PackedScheme:
     kinds: tuple[tuple[str, bool], ...] = ()
 
     def quantizes_input_of(self, layer: str) -> bool | None:
-        """Return whether a layer's input is quantized; None: if it has a scale for that.
+        """Return whether a layer's input is quantized; None: quantized if it has an input scale.
 
-        Targets are names, regular expressions behind "re:", or classes of modules. The first count
-        most, and the last nothing: a layer may have another name in the checkpoint.
+        Targets are layer names, regular expressions prefixed "re:", or module classes. A name takes
+        precedence over a regular expression; classes are ignored. None if no target matches, since
+        the layer may have another name in the checkpoint.
         """
         if self.quantizes_input is not None:
             return self.quantizes_input
@@ -110,7 +110,8 @@ def read_scheme(config: Mapping[str, Any], where: str) -> PackedScheme:
         where: path or name of the checkpoint, for messages.
 
     Raises:
-        ValueError: another method or format, which is named; scales in another order.
+        ValueError: the method or format is another one (the message names it), or scales are
+            swizzled for a kernel.
     """
     if "swizzl" in json.dumps(config, default=str).lower():
         raise ValueError(
@@ -210,13 +211,13 @@ def compressed_config(
     experts: Iterable[str] = (),
     routers: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return compressed-tensors' `quantization_config` as llm-compressor gives it.
+    """Return compressed-tensors' `quantization_config` as llm-compressor writes it.
 
     Args:
         inputs: name of each packed layer -> whether its input is quantized.
         ignore: names of the nn.Linear modules that are not packed.
-        experts: names of fused experts, which are not packed, as files have them.
-        routers: names of their routers that are no nn.Linear.
+        experts: names in files of fused experts, which are not packed.
+        routers: names in files of their routers that are not nn.Linear.
     """
     groups: list[dict[str, Any]] = []
     kinds = sorted(set(inputs.values()), reverse=True)
@@ -247,14 +248,14 @@ def _said(args: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file: its dtype in safetensors' words and its shape."""
+    """The safetensors dtype name and shape of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def read_headers(files: Iterable[str | Path]) -> dict[str, StoredTensor]:
-    """List the tensors in safetensors files by name; no tensor is read."""
+    """List the tensors in safetensors files by name, reading only the headers."""
     found = {}
     for path in files:
         with safe_open(path, "pt") as tensors:
@@ -274,14 +275,14 @@ def check_layer(
     """Refuse a layer whose tensors in the files do not fit its layout.
 
     Args:
-        name: of the layer, for messages.
-        tensors: the layer's in the files, by the last part of their names.
-        names: what they are called.
+        name: layer name, for messages.
+        tensors: the layer's tensors in the files, by the last part of their names.
+        names: the layout's tensor names.
         shape: (out_features, in_features) of the model's layer.
-        quantizes_input: whether the scale of inputs is needed; None if it may be missing.
+        quantizes_input: True requires the input scale; otherwise it may be missing.
 
     Raises:
-        ValueError: tensors are missing, of another dtype or shape, or swizzled.
+        ValueError: tensors are missing, unknown, of another dtype or shape, or swizzled.
     """
     codes, scale, global_scale, input_scale = names
     needed = names[: 4 if quantizes_input else 3]
@@ -331,17 +332,17 @@ def check_scales(
 ) -> None:
     """Refuse scales that no quantizer writes.
 
-    A block of zeros may have a scale of zero, and so may one that is 2^-20 of the largest.
+    A block scale of zero is valid for a block of zeros, or one 2^-20 as large as the largest.
 
     Args:
-        name: of the layer, for messages.
+        name: layer name, for messages.
         codes: uint8 [o i/2].
         scale: float8_e4m3fn [o i/16].
-        tensor_scales: tensor scales by name, as the files have them.
+        tensor_scales: tensor scales by their names in the files.
 
     Raises:
-        ValueError: a tensor scale that is zero, negative or not finite; a block scale that is
-            negative or NaN; block scales that are all zero though the codes are not.
+        ValueError: a tensor scale, or its inverse, is not positive and finite; a block scale is
+            negative or NaN; all block scales are zero but not all codes are.
     """
     for key, value in tensor_scales.items():
         _check_tensor_scale(f"{name}.{key}", value)
@@ -349,12 +350,12 @@ def check_scales(
 
 
 def check_scale_files(files: Iterable[str | Path]) -> None:
-    """Refuse files of the compressed-tensors layout for their scales, as `check_scales` does.
+    """Apply `check_scales` to files in the compressed-tensors layout.
 
-    Block scales are a ninth of the packed weights; codes are read where all scales are zero.
+    Reads the scales, a ninth of the packed weights; codes only if all block scales are zero.
 
     Raises:
-        ValueError: as of `check_scales`.
+        ValueError: see `check_scales`.
     """
     codes, scale, *tensor_scales = NAMES[COMPRESSED]
     with ExitStack() as stack:
@@ -385,7 +386,7 @@ def _check_tensor_scale(name: str, scale: Tensor) -> None:
 
 def _check_block_scales(name: str, scale: Tensor, codes: Callable[[], Tensor]) -> None:
     bits = scale.view(torch.uint8)
-    if bad := int((bits >= 0x7F).sum()):  # 0x7f is NaN, from 0x80 on is negative
+    if bad := int((bits >= 0x7F).sum()):  # 0x7f is NaN; 0x80 and above are negative
         raise ValueError(
             f"{name}: {bad} of {scale.numel()} block scales are NaN or negative. The checkpoint is "
             "damaged, or the weights that it was made of were not finite: export it again"

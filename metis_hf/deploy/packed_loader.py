@@ -1,9 +1,9 @@
-"""Registers packed NVFP4 bases with transformers, so that from_pretrained keeps them packed.
+"""Registers a loader with transformers that keeps NVFP4 bases packed in from_pretrained.
 
-transformers finds the loader by `quant_method`. It does not know ModelOpt's `quant_method`, so
-`from_pretrained(path)` is enough for these. For compressed-tensors it has one that unpacks at the
-first forward pass; the config beside the weights decides, and an argument cannot overrule it.
-`packed_config` therefore gives a config whose `quant_method` is ours.
+transformers picks the loader by `quant_method`. It has none for ModelOpt, so this module registers
+its own and `from_pretrained(path)` works. For compressed-tensors, transformers' own loader unpacks
+weights at the first forward pass. The config stored with the weights selects that loader, and no
+argument overrides it; `packed_config` therefore returns a config with our `quant_method`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ ACTIVATIONS = (AS_CONFIGURED, HIGH_PRECISION)
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """The quantization config of a packed base; `to_dict` is compressed-tensors' own.
+    """The quantization config of a packed base.
 
-    So `save_pretrained` writes a checkpoint that plain transformers and vLLM read.
+    `to_dict` returns compressed-tensors' config, so that `save_pretrained` writes a checkpoint that
+    plain transformers and vLLM can read.
 
     Args:
-        source: the `quantization_config`, or contents of hf_quant_config.json, of the checkpoint.
+        source: the checkpoint's `quantization_config`, or the contents of hf_quant_config.json.
         activations: "as configured" or "high precision".
-        where: path or name of the checkpoint, for messages; "" where it is not known yet.
+        where: path or name of the checkpoint, for messages; "" if not known yet.
     """
 
     scheme: PackedScheme
@@ -70,7 +71,7 @@ class PackedConfig(QuantizationConfigMixin):
             self.read(where)
 
     def read(self, where: str) -> None:
-        """Read what the checkpoint `where` holds, or refuse it by that name."""
+        """Parse `source` as the config of the checkpoint `where`, or refuse it."""
         self.where, self.scheme = where, read_scheme(self.source, where)
         self.written = copy.deepcopy(self.scheme.written)
 
@@ -84,7 +85,7 @@ class PackedConfig(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config
 
     def as_request(self) -> dict[str, Any]:
-        """Return the `quantization_config` with which a model's config asks to be loaded by us."""
+        """Return the `quantization_config` that makes transformers use this loader."""
         return {
             "quant_method": METHOD,
             "source": self.source,
@@ -97,11 +98,11 @@ class PackedConfig(QuantizationConfigMixin):
 
 
 class _ModelOptLinear(nn.Module):
-    """Holds a layer's tensors under ModelOpt's names until all have arrived."""
+    """Holds a layer's tensors under ModelOpt's names until all are loaded."""
 
     def __init__(self, layer: PackedLinear) -> None:
         super().__init__()
-        self.layer = [layer]  # in a list: its own buffers are not to be loaded
+        self.layer = [layer]  # in a list, so that its buffers are not loaded
         self.register_buffer("weight", torch.empty_like(layer.weight_packed))
         self.register_buffer("weight_scale", torch.empty_like(layer.weight_scale))
         for name, there in (("weight_scale_2", True), ("input_scale", layer.scales_input)):
@@ -110,7 +111,7 @@ class _ModelOptLinear(nn.Module):
         self.register_parameter("bias", layer.bias)
 
     def finish(self) -> PackedLinear:
-        """Return the layer, with tensor scales turned into encode scales."""
+        """Return the filled layer, with tensor scales converted to encode scales."""
         layer: PackedLinear = self.layer[0]
         layer.weight_packed, layer.weight_scale = self.weight, self.weight_scale  # type: ignore
         layer.weight_global_scale = 1 / self.weight_scale_2.reshape(1)  # type: ignore
@@ -122,11 +123,11 @@ class _ModelOptLinear(nn.Module):
 
 
 class PackedLoader(HfQuantizer):
-    """Puts packed layers in place of nn.Linear on the way through from_pretrained."""
+    """Replaces nn.Linear by packed layers during from_pretrained."""
 
-    requires_calibration = True  # reads packed weights and makes none
+    requires_calibration = True  # it loads packed weights and cannot quantize
     quantization_config: PackedConfig
-    names: Mapping[str, str]  # of layers of experts in files, by those in the model
+    names: Mapping[str, str]  # layer of an expert: name in the model -> name in files
     renaming: Any = None
 
     def _process_model_before_weight_loading(self, model, **kwargs):
@@ -140,7 +141,7 @@ class PackedLoader(HfQuantizer):
                 f"{config.where}: packed weights are read from safetensors files, and there are "
                 "none; give a directory or repository that has them"
             )
-        # Not at the top, as it imports transformers' models, and these import us.
+        # Imported here to avoid a cycle through transformers' models.
         from metis_hf.deploy.packed_experts import ExpertNames, unfuse_packed
 
         found, experts = _stored_layers(model, read_headers(files), config.scheme, config.where)
@@ -156,7 +157,7 @@ class PackedLoader(HfQuantizer):
         return model
 
     def _layer(self, name: str, linear: nn.Linear, tensors: dict[str, StoredTensor]) -> nn.Module:
-        """Return the module that loads a packed layer in the place of a linear one."""
+        """Return the module that loads a packed layer in place of an nn.Linear."""
         config, scheme = self.quantization_config, self.quantization_config.scheme
         with torch.device("meta"):
             layer = PackedLinear(
@@ -173,7 +174,7 @@ class PackedLoader(HfQuantizer):
         configured = quantizes is not False and layer.scales_input
         layer.quantizes_input = configured and config.activations == AS_CONFIGURED
         loading = layer if scheme.layout == COMPRESSED else _ModelOptLinear(layer)
-        for key in scheme.names[2:]:  # one number, of shape [] or [1]
+        for key in scheme.names[2:]:  # scalars, stored with shape [] or [1]
             place = loading._buffers.get(key)
             if place is not None and key in tensors:
                 loading._buffers[key] = place.new_empty(tensors[key].shape)
@@ -229,7 +230,7 @@ class PackedLoader(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return True  # adapters beside it are; Trainer refuses to train the base itself
+        return True  # for adapters; Trainer refuses to train the base itself
 
     @property
     def is_compileable(self) -> bool:
@@ -237,7 +238,7 @@ class PackedLoader(HfQuantizer):
 
 
 def _written(model: Any, scheme: PackedScheme, names: Mapping[str, str]) -> dict[str, Any]:
-    # Not at the top, as it imports transformers' models, and these import us.
+    # Imported here to avoid a cycle through transformers' models.
     from metis_hf.deploy.kept_experts import kept_experts
 
     inputs, ignore = {}, []
@@ -254,11 +255,11 @@ def _written(model: Any, scheme: PackedScheme, names: Mapping[str, str]) -> dict
 def _stored_layers(
     model: nn.Module, headers: dict[str, StoredTensor], scheme: PackedScheme, where: str
 ) -> tuple[dict[str, dict[str, StoredTensor]], dict[ExpertMatrix, str]]:
-    """Find the model's layers that the files hold packed.
+    """Find the model's layers that are packed in the files.
 
     Returns:
-        Their tensors by last name; and for those that are matrices of experts, the name in the
-        files, as transformers renames it.
+        (layer -> its tensors by the last part of their names; for expert matrices: matrix -> its
+        name in the files, as transformers renames it).
     """
     layers: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for key, stored in headers.items():
@@ -283,8 +284,8 @@ def _stored_layers(
 def _in_model(
     model: Any, packed: dict[str, dict[str, StoredTensor]], where: str
 ) -> tuple[dict[str, dict[str, StoredTensor]], dict[ExpertMatrix, str]]:
-    """Find layers of the files by their names in the model, which transformers may rename."""
-    # Not at the top: transformers' models import its quantizers, and these import us.
+    """Map layers in the files to their names in the model, which transformers may rename."""
+    # Imported here to avoid a cycle: transformers' models import its quantizers, which import this.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -319,7 +320,7 @@ def _in_model(
         try:
             module = model.get_submodule(target)
         except AttributeError:
-            continue  # of a head that this class does not have; transformers lists them
+            continue  # a head that this class lacks; transformers reports it
         if not isinstance(module, nn.Linear) or why_not_plain(module) is not None:
             raise ValueError(
                 f"{where}: {name} is packed and the model has a {type(module).__name__} there; "

@@ -1,4 +1,4 @@
-"""The price of an export: errors of the weights by kind of layer, and the record of them."""
+"""The export report: weight errors by kind of layer, and held-out losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from metis_hf.numerics import relative_error, sqnr_db
 from metis_hf.shared.layer_names import group_of
 
-REFERENCE = "dense"  # the loss that differences are taken to
+REFERENCE = "dense"  # loss differences are relative to this one
 CONVERTED = "converted"
 _MODELS = {
     REFERENCE: "dense: the represented weights, nothing quantized",
@@ -26,15 +26,15 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class LossRow:
-    """The distance that one choice moves the weights of one kind of layer.
+    """The weight errors of one choice for one kind of layer.
 
     Attributes:
         choice: "dense", "fold" or "side-file".
         kind: last part of the layers' names.
-        layers: how many there are.
+        layers: number of layers.
         mean_error: mean over the layers of |w - w_choice| / |w| (Frobenius norm), w being the
             weight that the checkpoint represents, in fp32.
-        max_error: the largest of them.
+        max_error: the largest of these errors.
         sqnr_db: the smallest signal-to-noise ratio of a layer, in dB.
     """
 
@@ -48,23 +48,23 @@ class LossRow:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The files that were written, and what they cost.
+    """The result of an export and its errors.
 
     Attributes:
         format: "dense", "compressed-tensors" or "modelopt".
-        dtype: of everything that is not packed.
-        low_rank: what happened to the low-rank part; None where there was none.
+        dtype: dtype of everything that is not packed.
+        low_rank: "fold" or "side-file"; None for a dense export, or if no weight was split.
         packed: names of the layers stored in four bits.
-        rows: errors of the weights, for each choice that this format has.
-        held_out: model -> loss in nats per token on the given text, "dense" first: the weights that
-            the checkpoint represents, in fp32, nothing quantized. "converted" is the model as it
-            evaluates before the export; others are choices of this format, their weights with the
-            values that are stored. All are computed in fp32, with packed layers' inputs quantized
-            under scheme "w4a4". Empty without a text.
-        bytes: of all weight files.
-        loading: Python that loads what was written.
-        serving: command that serves it; empty where vLLM is known not to read it.
-        notes: sentences on what was written, for who deploys it.
+        rows: weight errors, for each choice that this format has.
+        held_out: model -> loss in nats per token on the given text. "dense", the first: the
+            represented weights in fp32, nothing quantized. "converted": the model as it evaluates
+            before the export. Others: choices of this format, with the stored weight values. All
+            are computed in fp32, with packed layers' inputs quantized under scheme "w4a4". Empty
+            without a text.
+        bytes: total size of all weight files.
+        loading: Python code that loads the export.
+        serving: command that serves it; empty if vLLM is known not to run it correctly.
+        notes: sentences for whoever deploys the export.
     """
 
     format: str
@@ -79,9 +79,9 @@ class ExportReport:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the report as a JSON object; what is not finite, as a ratio may be, is null."""
+        """Return the report as a JSON object; NaN and infinity become null."""
         values = dataclasses.asdict(self)
-        del values["loading"], values["serving"]  # with the path of this machine
+        del values["loading"], values["serving"]  # they contain local paths
         for numbers in (*values["rows"], values["held_out"]):
             for name, value in numbers.items():
                 if isinstance(value, float) and not math.isfinite(value):
@@ -97,9 +97,9 @@ class WeightErrors:
 
     def add(self, choice: str, name: str, weight: Tensor, exported: Tensor) -> None:
         found = relative_error(weight, exported).item(), sqnr_db(weight, exported).item()
-        if torch.equal(weight, exported):  # of zeros both are 0 / 0
+        if torch.equal(weight, exported):  # for zeros both are 0 / 0
             found = 0.0, math.inf
-        kind = group_of(name).removeprefix("metis_")  # of experts, as they are called once exported
+        kind = group_of(name).removeprefix("metis_")  # experts: their exported name
         self._found.setdefault((choice, kind), []).append(found)
 
     def rows(self) -> tuple[LossRow, ...]:
@@ -120,7 +120,7 @@ HEADER = ("Choice", "Layers", "Count", "Mean error", "Max error", "SQNR dB")
 
 
 def report_rows(report: ExportReport) -> Iterator[tuple[str, ...]]:
-    """Return cells of the table of errors, under `HEADER`."""
+    """Yield the rows of the error table, under `HEADER`."""
     for row in report.rows:
         yield (
             row.choice,
@@ -136,7 +136,7 @@ LOSS_HEADER = ("Held-out loss", "nats per token", f"difference to {REFERENCE}")
 
 
 def loss_rows(report: ExportReport) -> Iterator[tuple[str, str, str]]:
-    """Yield the cells of the table of losses, under `LOSS_HEADER`."""
+    """Yield the rows of the loss table, under `LOSS_HEADER`."""
     for name, loss in report.held_out.items():
         shown = _MODELS.get(name, f"{name}: as it is stored")
         if name == "fold" and report.low_rank is None:
@@ -145,7 +145,7 @@ def loss_rows(report: ExportReport) -> Iterator[tuple[str, str, str]]:
 
 
 def report_section(report: ExportReport) -> str:
-    """Describe the cost of the export, for the model card."""
+    """Return the report as a markdown section of the model card."""
     packed = f"{len(report.packed)} layers are packed to 4.5 bits a weight, all else is"
     lines = [
         "## What the export costs",

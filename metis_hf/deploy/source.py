@@ -1,4 +1,4 @@
-"""The model that is exported, and the files beside its weights."""
+"""Loads and checks the model to export, and copies the companion files of its checkpoint."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from metis_hf.shared.checkpoints import check_sizes, load_complete, refuse_links
 from metis_hf.shared.messages import reading, shown
 from metis_hf.shared.records import read_json
 
-_WINDOW = 512  # tokens of a window of held-out text, or the model's context if that is shorter
+_WINDOW = 512  # tokens per window of held-out text; the model's context if that is shorter
 
 _BASE_MODEL = re.compile(r"^base_model: ([\w./-]+)$", re.MULTILINE)
-_CARD_BEGINNING = 65536  # characters, with the metadata in them
-# What a checkpoint holds besides weights, config and trainer state; copied as it is.
+_CARD_BEGINNING = 65536  # characters of the card to search; its metadata comes first
+# Files of a checkpoint besides weights, config and trainer state; copied unchanged.
 _COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -55,10 +55,11 @@ _COMPANIONS = (
 
 
 def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
-    """Return a Metis checkpoint in fp32 and eval mode, as the class that its config names.
+    """Load a Metis checkpoint in fp32 and eval mode, as the class that its config names.
 
     Raises:
-        ValueError: no directory, no Metis checkpoint, or a class that transformers does not have.
+        ValueError: `checkpoint` is not a directory or not a Metis checkpoint, or transformers lacks
+            its class.
     """
     path = Path(checkpoint)
     if not (path / "config.json").is_file():
@@ -77,13 +78,13 @@ def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
 
 
 def load_model(checkpoint: str | Path) -> PreTrainedModel:
-    """Return a dense or Metis checkpoint in fp32 and eval mode, as the class its config names.
+    """Load a dense or Metis checkpoint in fp32 and eval mode, as the class its config names.
 
     Args:
-        checkpoint: a directory or a name on the hub.
+        checkpoint: a directory or a hub name.
 
     Raises:
-        ValueError: a class that transformers does not have, or a checkpoint that is not whole.
+        ValueError: transformers lacks the class, or the checkpoint is incomplete.
     """
     config = model_config(checkpoint)
     with reading(checkpoint):
@@ -94,10 +95,10 @@ def model_config(checkpoint: str | Path) -> PreTrainedConfig:
     """Return the config of a checkpoint.
 
     Args:
-        checkpoint: a directory or a name on the hub.
+        checkpoint: a directory or a hub name.
 
     Raises:
-        ValueError: it is damaged, or of a kind of model that transformers does not know.
+        ValueError: the config is damaged, or transformers does not know its model type.
     """
     file = Path(checkpoint, "config.json")
     if file.is_file():
@@ -114,7 +115,7 @@ def model_class(config: Any, checkpoint: str | Path) -> type[PreTrainedModel]:
     """Return the class that the config of a checkpoint names.
 
     Raises:
-        ValueError: transformers has no such model.
+        ValueError: transformers has no such class.
     """
     names = config.architectures or ["none"]
     name = names[0] if isinstance(names, list) else names
@@ -127,26 +128,26 @@ def model_class(config: Any, checkpoint: str | Path) -> type[PreTrainedModel]:
 
 
 def read_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint, a directory or a name on the hub.
+    """Return the tokenizer of a checkpoint, a directory or a hub name.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the tokenizer is damaged.
     """
     with reading(checkpoint):
         return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
 
 
 def held_out_windows(checkpoint: str | Path, text: Path) -> list[Tensor]:
-    """Return a text as windows of token ids [1, length] without overlap; no model is loaded.
+    """Split a text into windows of token ids [1, length] without overlap; no model is loaded.
 
     Args:
-        checkpoint: a directory or a name on the hub, of config and tokenizer.
-        text: see `data.chat`.
+        checkpoint: a directory or a hub name, with config and tokenizer.
+        text: a file as in `data.chat`.
 
     Raises:
-        FileNotFoundError: no such text.
-        ValueError: no causal language model; a text that cannot be read, is too short, or has
-            tokens that the model does not know.
+        FileNotFoundError: there is no such text.
+        ValueError: the model is not a causal language model; the text cannot be read, is too short,
+            or has tokens outside the model's vocabulary.
     """
     config = model_config(checkpoint)
     cls = model_class(config, checkpoint)
@@ -167,19 +168,19 @@ def held_out_windows(checkpoint: str | Path, text: Path) -> list[Tensor]:
 
 
 def represented(layer: MetisLayer) -> Tensor:
-    """Return the weight [o i] that a layer stands for, fp32."""
+    """Return the weight [o i] that a layer represents, fp32."""
     return layer.weight_form.dense(layer.weight_params()).detach().float()
 
 
 def quantization_of(config: Any) -> str | None:
-    """Return the method that a checkpoint's config says it is quantized by; None: it is dense."""
+    """Return the `quant_method` in a checkpoint's config, or None if it is dense."""
     return (getattr(config, "quantization_config", None) or {}).get("quant_method")
 
 
 def base_model(checkpoint: str | Path) -> str | None:
-    """Return the name on the hub of the model that a checkpoint was made from, if it is known.
+    """Return the hub name of the model that a checkpoint was made from, or None if unknown.
 
-    A name on the hub is the base itself. A directory has it in the card that Trainer wrote.
+    A hub name is its own base. For a directory, the card that Trainer wrote names the base.
     """
     card = Path(checkpoint) / "README.md"
     name = str(checkpoint)
@@ -197,7 +198,7 @@ def base_model(checkpoint: str | Path) -> str | None:
 
 
 def copy_companions(checkpoint: str | Path, out: Path) -> None:
-    """Copy the files beside the weights, such as the tokenizer's, of a directory or hub name."""
+    """Copy the companion files (tokenizer, chat template, ...) of a directory or hub name."""
     if not Path(checkpoint).is_dir():
         checkpoint = snapshot_download(
             str(checkpoint), allow_patterns=[*_COMPANIONS, "additional_chat_templates/*"]
@@ -220,11 +221,11 @@ _SOME_EXPERTS = (
 
 
 def check_packable(model: PreTrainedModel) -> None:
-    """Refuse what the packed layouts cannot hold, with the layer's name.
+    """Refuse models that the packed layouts cannot hold; the message names the layer.
 
     Raises:
-        ValueError: a layer that the layout cannot hold, experts of which only some are quantized,
-            or nothing to pack.
+        ValueError: the layout cannot hold a layer, only some experts of a layer are quantized, or
+            no layer can be packed.
     """
     packed: dict[str, dict[str, bool]] = {}
     experts: set[nn.Module] = set()
@@ -233,7 +234,7 @@ def check_packable(model: PreTrainedModel) -> None:
         kinds = {weight_quantizer(layer) is not None for layer in layers}
         packed.setdefault(name, {})[key] = kinds == {True}
         if kinds == {True}:
-            expert_matrices(model, name, key, len(layers))  # whose names it can tell
+            expert_matrices(model, name, key, len(layers))  # raises if it cannot name them
         elif True in kinds:
             raise ValueError(f"{name}.{key}: {_SOME_EXPERTS}")
     for name, keys in packed.items():
@@ -258,10 +259,11 @@ def check_packable(model: PreTrainedModel) -> None:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse weights that no scale holds and scales that nobody fixed, with the layer's name.
+    """Refuse weights that are not finite and scales that are not calibrated.
 
     Raises:
-        ValueError: a layer to pack whose weight is not finite, or that is not calibrated.
+        ValueError: a layer to pack has a weight with NaN or inf, or is not calibrated; the message
+            names the layer.
     """
     for name, layer in metis_layers(model):
         if static_scales(layer) is not None and not layer.get_buffer("scales_frozen").item():

@@ -1,9 +1,10 @@
-"""Writes a directory so that nobody finds half of it, nor parts of two.
+"""Writes a directory through a staging directory, so that readers never see a partial one.
 
-What is written lies in a hidden directory until it is whole: beside the one that it becomes, or in
-it where that is there already, which may be a volume. The hidden directory has a lock, which the
-operating system ends with the writer. So a second writer is refused, and what a killed one left is
-told from work in progress: the next writer removes it.
+Files are written to a hidden staging directory and moved once all are complete. The staging
+directory is a sibling of the output directory, or inside it if the output directory already exists
+(it may be a volume). The operating system releases the staging directory's lock when the writer
+dies. A second writer is therefore refused, and the next writer can tell a killed writer's leftovers
+from work in progress and remove them.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from typing import Any
 from metis_hf.shared.locks import LOCK_FILE, hold
 from metis_hf.shared.records import give_usual_modes, read_json, write_json
 
-_CONTENT, _MOVED = "content", "moved.json"  # in the hidden directory
-_LAST = "config.json"  # without it nothing loads a model, so that it moves last
+_CONTENT, _MOVED = "content", "moved.json"  # in the staging directory
+_LAST = "config.json"  # moved last, because no model loads without it
 
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """Give an empty directory to write to; after the block `out` has what was written there.
+    """Yield an empty directory to write to; after the block its contents are in `out`.
 
     Args:
-        out: absolute; is missing or empty. If the block fails it stays so.
+        out: absolute; missing or empty. It stays so if the block fails.
 
     Raises:
-        ValueError: it is not empty, or another process writes it, which the message names.
+        ValueError: `out` is not empty, or another process is writing it (the message names that
+            process).
     """
     beside, inside = _stage(out.parent, out), _stage(out, out)
     check_free(out)
@@ -38,8 +40,8 @@ def staged(out: Path) -> Iterator[Path]:
     with _held(out, stage):
         if other.is_dir():
             with _held(out, other):
-                pass  # what a dead writer left
-        check_free(out)  # another writer may have ended since
+                pass  # removes a dead writer's leftovers
+        check_free(out)  # another writer may have finished meanwhile
         content = stage / _CONTENT
         content.mkdir()
         yield content
@@ -51,10 +53,10 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def check_free(out: Path) -> None:
-    """Refuse a directory that holds more than what a killed writer left.
+    """Refuse an existing directory with any contents other than a killed writer's leftovers.
 
     Raises:
-        ValueError: as it says.
+        ValueError: `out` has other contents, or is a file.
     """
     if not out.exists():
         return
@@ -67,21 +69,21 @@ def _stage(place: Path, out: Path) -> Path:
 
 
 def _others(out: Path) -> list[Path]:
-    """Return the entries of a directory but those that a killed writer left or moved there."""
+    """Return the entries of a directory except those a killed writer left or moved there."""
     stage = _stage(out, out)
     left = {stage.name} if _is_stage(stage) else set()
     return [path for path in out.iterdir() if path.name not in left and not _was_moved(path, stage)]
 
 
 def _is_stage(stage: Path) -> bool:
-    """Return whether a directory of that name is a writer's: it has a lock, or nothing yet."""
+    """Return whether a writer made the directory: it has a lock file, or is still empty."""
     if stage.is_symlink() or not stage.is_dir():
         return False
     return (stage / LOCK_FILE).is_file() or not any(stage.iterdir())
 
 
 def _was_moved(path: Path, stage: Path) -> bool:
-    """Return whether a killed writer moved this very file or directory to its place."""
+    """Return whether a killed writer moved this file or directory (same inode) to `path`."""
     if not _is_stage(stage) or not (stage / _MOVED).is_file():
         return False
     try:
@@ -93,7 +95,7 @@ def _was_moved(path: Path, stage: Path) -> bool:
 
 @contextmanager
 def _held(out: Path, stage: Path) -> Iterator[None]:
-    """Hold a hidden directory, empty but for its lock, and remove it after the block."""
+    """Lock and empty a staging directory for the block, then remove it."""
     if stage.is_symlink() or (stage.exists() and not _is_stage(stage)):
         raise ValueError(f"{stage} is in the way, and no export made it; remove or rename it")
     with hold(stage / LOCK_FILE, what=out):
@@ -106,7 +108,7 @@ def _held(out: Path, stage: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                _clear(stage)  # first: without its lock, the directory is the next writer's
+                _clear(stage)  # before the lock goes and the next writer may use it
                 shutil.rmtree(stage)
 
 
@@ -127,7 +129,7 @@ def _become(content: Path, out: Path) -> None:
     try:
         content.rename(out)  # all at once
     except OSError:
-        check_free(out)  # somebody made it since, and put something into it
+        check_free(out)  # raises if another process has created and filled it
         raise
 
 

@@ -9,18 +9,18 @@ from transformers import PreTrainedModel
 
 
 def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
-    """Give each packed layer that shares its weight a copy of its own, in a plain model, in place.
+    """Give each packed layer of a plain model that shares its weight its own copy, in place.
 
-    The other module, which looks tokens up, keeps the exact weight, as in training. The config
-    says then that nothing is tied (`tie_word_embeddings`), so that loaders take both; all else that
-    was tied gets a copy, too.
+    The other module, usually the token embedding, keeps the exact weight, as in training. The
+    config is set to `tie_word_embeddings=False` so that loaders read both weights; therefore all
+    other tied parameters get their own copies too.
 
     Args:
-        model: plain; its config is changed where there is such a layer.
+        model: plain; its config changes if there is such a layer.
         packed: names of the layers that are stored in four bits.
 
     Returns:
-        A sentence for the report where there is such a layer, else nothing.
+        A sentence for the report if there is such a layer, else nothing.
     """
     users: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -38,7 +38,7 @@ def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "tie_word_embeddings"):
             config.tie_word_embeddings = False
-    # Nothing is tied any more, so that all is written: encoder and decoder embeddings, biases.
+    # Untie the rest too, so that all of it is saved: encoder and decoder embeddings, biases.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for name in tied:
         path, _, key = name.rpartition(".")
@@ -56,7 +56,7 @@ def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
 
 
 def head_note(model: PreTrainedModel, packed: Container[str]) -> tuple[str, ...]:
-    """Return a sentence for the report where the output head is packed, else nothing.
+    """Return a sentence for the report if the output head is packed, else nothing.
 
     Args:
         model: plain.

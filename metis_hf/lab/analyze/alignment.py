@@ -1,4 +1,4 @@
-"""Agreement of the dominant subspaces of a few rows, or sequences, and of the whole batch."""
+"""Alignment of a sample's dominant subspace (few rows or sequences) with the whole batch's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _EXACT_COLUMNS = 1024
 
 
 def subspace(x: Tensor, rank: int) -> Tensor:
-    """Return the `rank` leading right singular vectors [c k] of x [t c]; fewer if x spans fewer.
+    """Return the `rank` leading right singular vectors [c k] of x [t c]; fewer if x has lower rank.
 
-    Up to 1024 columns exact, by the fp64 Gram matrix; above, randomized with as many extra
-    directions and eight power iterations, since a flat spectrum needs them.
+    Up to 1024 columns: exact, from the fp64 Gram matrix. Above: randomized, with max(16, rank)
+    extra directions and eight power iterations, which a flat spectrum needs.
     """
     rank = min(rank, *x.shape)
     if x.shape[1] > _EXACT_COLUMNS:
@@ -29,7 +29,7 @@ def subspace(x: Tensor, rank: int) -> Tensor:
     x = x / x.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
     wide = x.shape[0] < x.shape[1]
     gram = (x @ x.T if wide else x.T @ x).numpy()
-    leading = (len(gram) - rank, len(gram) - 1)  # a third of the time of all eigenvectors
+    leading = (len(gram) - rank, len(gram) - 1)  # a third of the time for all eigenvectors
     values, columns = scipy.linalg.eigh(gram, subset_by_index=leading, driver="evr")
     floor = values[-1] * np.finfo(np.float64).eps * max(x.shape)
     rank = min(rank, int((values > floor).sum()))
@@ -40,29 +40,30 @@ def subspace(x: Tensor, rank: int) -> Tensor:
 def mean_squared_correlation(a: Tensor, b: Tensor) -> float:
     """Return the mean squared cosine of the principal angles: |a^T b|_F^2 / k, 0 to 1.
 
-    a [c k], the subspace asked for, and b [c n] are orthonormal; what b lacks of a counts as 0.
+    a [c k], the reference subspace, and b [c n] have orthonormal columns; n < k counts the missing
+    directions as 0.
     """
     product = a.double().T @ b.double()
     return float(product.square().sum() / a.shape[1])
 
 
 def pick(count: int, total: int, *parts: int | str) -> Tensor:
-    """Return `count` of `total` indices, without repetition, a function of the key's parts."""
+    """Return `count` of `total` indices without repetition; `parts` make the noise key."""
     return noise_uniform((total,), key_of("alignment", *parts)).argsort(stable=True)[:count]
 
 
 def alignment_data(x: Tensor, rank: int, length: int | None) -> dict:
-    """Return the alignment against the sample ratio, for rows and for whole sequences.
+    """Return the alignment as a function of the sample ratio, for rows and for whole sequences.
 
     Args:
-        x: [t c], sequences of `length` rows one after the other.
+        x: [t c], concatenated sequences of `length` rows.
         rank: k, dimension of the dominant subspace.
-        length: rows of a sequence; None: the rows are no sequences.
+        length: rows per sequence; None: the rows do not form sequences.
 
     Returns:
-        rank, rows; under "by_row": ratio (what was really drawn), count, mean, low, high over the
-        draws. Ratios below one row are left out. Where there are sequences, "sequences", and
-        "by_sequence" as by row.
+        rank, rows; under "by_row" the lists ratio (count / total), count, and mean, low and high
+        over the draws. Ratios below one row are skipped. With sequences also "sequences" and
+        "by_sequence", in the same format.
     """
     rank = min(rank, *x.shape)
     whole = subspace(x, rank)

@@ -1,4 +1,4 @@
-"""Results of an analysis, and its files for other programs: JSON of figures, layers.csv."""
+"""Results of an analysis, and their machine-readable files: JSON of figures, layers.csv."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Analysis:
     """Results so far, JSON-ready."""
 
     model: str
-    # Layer -> kind -> the figures of the table (`tensor_line`), and everything (`tensor_portrait`).
+    # Layer -> kind -> table values (`tensor_line`) and figure data (`tensor_portrait`).
     lines: dict[str, dict[str, Any]] = field(default_factory=dict)
     portraits: dict[str, dict[str, Any]] = field(default_factory=dict)
     residuals: dict[str, dict[str, Any]] = field(default_factory=dict)  # layer -> curves
     universality: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> last FFN
     ranks: dict[str, int] = field(default_factory=dict)  # layer -> directions kept apart by Metis
     text: dict[str, Any] = field(default_factory=dict)  # file, sequences and length
-    control: str = ""  # the other checkpoint
+    control: str = ""  # the control checkpoint, "" for none
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
     missing: str = ""  # what is still to be measured
 
@@ -37,12 +37,12 @@ class Analysis:
         return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
     def by_risk(self) -> list[str]:
-        """Return the layers: first the ones without a known risk, then the riskiest."""
+        """Return the layers without a known risk, then the others from the riskiest down."""
         risks = {name: self.risk(name) for name in self.lines}
         return sorted(risks, key=lambda name: -2.0 if math.isnan(risks[name]) else -risks[name])
 
     def sort(self, names: Sequence[str], chosen: Sequence[str]) -> None:
-        """Sort lines as `names`, portraits and residuals as `chosen`."""
+        """Sort lines in the order of `names`, portraits and residuals in the order of `chosen`."""
         orders = (self.lines, names), (self.portraits, chosen), (self.residuals, chosen)
         for part, order in orders:
             for name in [name for name in order if name in part]:
@@ -50,7 +50,7 @@ class Analysis:
 
 
 def json_text(data: Any) -> str:
-    """Return the data of a figure as JSON, six digits a number; NaN becomes null."""
+    """Return a figure's data as JSON with six significant digits; NaN and infinity become null."""
     return json.dumps(_finite(data), allow_nan=False)
 
 
@@ -66,7 +66,7 @@ def _finite(data: Any) -> Any:
 
 
 def write_csv(path: Path, result: Analysis) -> None:
-    """Write the table of layers, whole or not at all: one line per layer and tensor."""
+    """Write the table of layers atomically: one line per layer and tensor."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", newline="") as file:
         writer = csv.writer(file)

@@ -1,4 +1,4 @@
-"""index.html of an analysis and the files behind it, written while figures come and at the end."""
+"""Writes an analysis' index.html and its files, repeatedly as results come in."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ SCALE = (
 )
 HEADER = ("Layer", "Risk", "Tensor", "Elbow f", "f of noise", "Energy of k*", "Stable rank",
           "Zeroed", "SQNR dB", "Swamped", "SQNR dB (Metis)", "Swamped (Metis)")  # fmt: skip
-Draw = Callable[[str, Callable[[Any, str], bytes], Any, str], bytes]  # name, how, data, title
+Draw = Callable[[str, Callable[[Any, str], bytes], Any, str], bytes]  # name, make, data, title
 
 
 class PageWriter:
-    """Writes figures/*.png and *.json, layers.csv and index.html, as often as it is asked to.
+    """Writes figures/*.png and *.json, layers.csv and index.html; `write` may be called repeatedly.
 
-    A figure is drawn again only where its data or the code of figures have changed.
+    A figure is redrawn only if its data or the drawing code has changed.
 
     Args:
-        store: of the output directory.
+        store: the output directory's store.
         drawn: called after each figure.
     """
 
@@ -50,10 +50,10 @@ class PageWriter:
         self._code = source_digest(str(figures.__file__), str(figure.__file__))
 
     def write(self, result: Analysis) -> None:
-        """Write everything that was measured so far.
+        """Write everything measured so far.
 
-        As long as something is missing, the figures of one layer alone are drawn: the data of the
-        others are about to change.
+        While results are missing, only one layer's portrait is drawn, because the data of the
+        others will still change.
         """
         (self.out / "figures").mkdir(parents=True, exist_ok=True)
         page = Page(f"Spectra of {short_model(result.model)}", _subtitle(result))
@@ -70,7 +70,7 @@ class PageWriter:
             _overview(page, result, self._draw)
         _comparisons(page, result, self._draw)
         portraits = list(result.portraits)
-        if not result.missing:  # the riskiest layer's is first, and open
+        if not result.missing:  # the riskiest layer comes first, unfolded
             portraits.sort(key=lambda layer: -np.nan_to_num(result.risk(layer), nan=-1.0))
         for layer in portraits[: 1 if result.missing else None]:
             _portrait(page, result, layer, at[layer], self._draw, folded=layer != portraits[0])
@@ -112,7 +112,7 @@ def _place(name: tuple[str, str]) -> str:
 
 
 def _finding(result: Analysis, at: Mapping[str, tuple[str, str]]) -> str:
-    """Return the sentence that the page begins with."""
+    """Return the page's opening sentence."""
     known = [name for name in result.lines if math.isfinite(result.risk(name))]
     if not known:
         return "No matrix has a spectrum: all are zero or have NaN or infinite elements."
@@ -129,7 +129,7 @@ def _finding(result: Analysis, at: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _cards(result: Analysis, at: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Return key figures; medians over layers."""
+    """Return the cards of key numbers; medians are over layers."""
     cards = []
     for kind in KINDS:
         shares = _values(result, kind, "fraction")
@@ -155,7 +155,7 @@ def _cards(result: Analysis, at: Mapping[str, tuple[str, str]]) -> list[tuple[st
 
 
 def _alignment(result: Analysis, at: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Return the card of the first portrait's alignment; none where 1 % is less than a row."""
+    """Return the card of the first portrait's alignment; none if 1 % is less than one row."""
     layer, portrait = next(iter(result.portraits.items()), ("", {}))
     found = {
         kind: at_ratio(portrait[kind]["alignment"]["by_row"], 0.01)

@@ -1,7 +1,7 @@
-"""Inputs and output gradients of linear layers, from a batch of text through the model.
+"""Captures inputs and output gradients of linear layers while a batch of text runs.
 
-Every layer is measured inside its hook, on the first micro-batch, and its tensors are let go at
-once; only the few layers that get a portrait keep their rows of the whole batch.
+Every layer is measured inside its hook, on the first micro-batch, and its tensors are freed at
+once. Only the few layers that get a portrait keep their rows for the whole batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Measure = Callable[[str, str, Tensor], None]  # layer, "activation" or "gradient
 
 
 def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> Tensor:
-    """Return the beginning of a text as sequences of token ids [n length], n <= sequences."""
+    """Tokenize the beginning of a text into sequences [n length] of ids, n <= sequences."""
     for name in _TOKENIZER_FILES:
         with contextlib.suppress(FileNotFoundError):
             source.file(name)
@@ -49,7 +49,7 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
 
 
 def load_model(source: WeightSource) -> PreTrainedModel:
-    """Return the model, in eval mode (no dropout, rounding to nearest), parameters frozen."""
+    """Load the model in eval mode (no dropout, rounding to nearest), with frozen parameters."""
     name = (getattr(source.config, "architectures", None) or ["none"])[0]
     cls: Any = getattr(transformers, name, None)
     if cls is None:
@@ -66,7 +66,7 @@ def load_model(source: WeightSource) -> PreTrainedModel:
 
 
 def has_loss(model: PreTrainedModel) -> bool:
-    """Return whether the model predicts tokens and computes its own loss, and has gradients."""
+    """Return whether the model predicts tokens and computes a loss, which gives gradients."""
     return "labels" in inspect.signature(model.forward).parameters and model.can_generate()
 
 
@@ -76,12 +76,12 @@ class Capture:
 
     keep: set[str]  # layers whose rows are kept
     measure: Measure  # called once per layer and kind with the rows of the first micro-batch
-    done: Callable[[int], None] = lambda number: None  # called with each micro-batch's number
+    done: Callable[[int], None] = lambda number: None  # called with a finished micro-batch's number
     kept: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)  # by layer and kind
     _seen: set[tuple[str, str]] = field(default_factory=set)
 
     def run(self, model: PreTrainedModel, ids: Tensor, layers: Iterable[str]) -> None:
-        """Run forward (and backward, where the model has a loss) over ids [n length]."""
+        """Run forward (and backward, if the model has a loss) over ids [n length]."""
         modules = dict(model.named_modules())
         handles = [
             modules[name].register_forward_hook(self._hook(name))
@@ -89,7 +89,7 @@ class Capture:
             if name in modules
         ]
         backward = has_loss(model)
-        # Labels give a decoder its input. Where there are none, it reads the same text.
+        # With labels a decoder derives its input from them. Without, it reads the same text.
         names = ("input_ids", "decoder_input_ids")
         inputs = [n for n in names if n in inspect.signature(model.forward).parameters]
         if backward:  # parameters are frozen; the graph starts at the embeddings
@@ -100,7 +100,8 @@ class Capture:
                     with torch.no_grad():
                         model(**dict.fromkeys(inputs, batch))
                 else:
-                    # A mean over its tokens: tokens of a smaller batch would count for more.
+                    # The loss is a mean over the batch: unscaled, tokens of a smaller last batch
+                    # would weigh more.
                     share = len(batch) / MICRO_BATCH
                     (model(input_ids=batch, labels=batch).loss * share).backward()
                 self.done(number)
@@ -109,7 +110,7 @@ class Capture:
                 handle.remove()
 
     def rows(self, layer: str, kind: str) -> Tensor | None:
-        """Return all kept rows [t c] of a layer, fp32, and forgets them."""
+        """Return and drop all kept rows [t c] of a layer, fp32."""
         parts = self.kept.pop((layer, kind), None)
         return None if parts is None else torch.cat(parts).float()
 

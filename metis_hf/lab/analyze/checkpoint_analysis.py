@@ -1,4 +1,4 @@
-"""`analyze`: finds the layers of a checkpoint, has them measured, and writes the page."""
+"""`analyze`: finds the layers of a checkpoint, measures them, and writes the page."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def analyze(
 ) -> Analysis:
     """Analyze a model's weights and, with a text, its activations and gradients.
 
-    Weights are read from safetensors one matrix at a time. With a text the model is loaded and run
-    in micro-batches of 8 sequences; memory then holds the model, a micro-batch, and the rows of the
-    at most four layers that get a portrait.
+    Weights are read from safetensors one matrix at a time. With a text, the model is loaded and run
+    in micro-batches of 8 sequences; memory then holds the model, a micro-batch, and the rows of at
+    most four layers that get a portrait.
 
-    The page is there from the first figure on. What `out` holds already of the same model, text and
-    settings is not measured again.
+    The page exists from the first figure on. Measurements of the same model, text and settings that
+    `out` already holds are reused.
 
     Args:
-        models: checkpoint directories or hub names; the first is analyzed, the last FFN of all
-            of them is compared.
+        models: checkpoint directories or hub names; the first is analyzed, and the last FFNs of
+            all are compared.
         out: directory to write: index.html, layers.csv, figures/ with a PNG and a JSON each, and
-            measured/, which another run goes on from.
+            measured/, from which an interrupted run resumes.
         text: a UTF-8 file, or JSON lines, see `data.chat`.
         control: a checkpoint trained without Metis, to compare a Metis-trained residual with.
         layers: regular expression, searched in layer names; None takes all.
-        rank: directions that Metis keeps apart; None takes 1.5 %, at least 48, in multiples of 16.
-        sequences: at most so many of the text.
-        length: tokens of each.
-        console: where progress goes; None shows none.
+        rank: directions that Metis splits off; None takes 1.5 %, at least 48, in multiples of 16.
+        sequences: maximum number of sequences of the text.
+        length: tokens per sequence.
+        console: prints progress; None prints nothing.
 
     Raises:
         FileNotFoundError: a file of a checkpoint, or its tokenizer, is missing.
@@ -107,7 +107,7 @@ def _matching(source: WeightSource, layers: str | None) -> list[str]:
 
 
 def _check_control(control: WeightSource | None, source: WeightSource, name: str) -> None:
-    """Refuse a control without a layer of that name and shape."""
+    """Refuse a control that has no layer of the same name and shape."""
     if control is None:
         return
     if name not in control.names:

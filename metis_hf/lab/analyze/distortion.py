@@ -1,7 +1,8 @@
-"""Errors that each scheme's quantizer makes in a matrix: of values, zeroed shares, spectra.
+"""Errors that each scheme's quantizer makes in a matrix: in values, zeroed shares, spectra.
 
-The scheme's own operands are used, in training mode (stochastic where it is): what is measured is
-what a training step multiplies, in fp32, without the BF16 rounding of a recombined split.
+The measured operands are the ones that a training step multiplies: the scheme's own, in training
+mode (stochastic rounding if the scheme uses it), but in fp32, without the BF16 rounding of a
+recombined split.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from metis_hf.schemes.noise_keys import CallKeys
 from metis_hf.training.health import element_fates, spectral_norm
 from metis_hf.transforms.spectral import sample_rows
 
-# Scheme -> what a figure calls it.
+# Scheme -> its label in figures.
 SCHEMES = {
     "nvfp4": "direct NVFP4",
     "nvidia": "Hadamard (nvidia)",
@@ -34,28 +35,28 @@ SCHEMES = {
     "metis": "Metis, compensated",
 }
 DIRECT, COMPENSATED = "nvfp4", "metis"
-# Of a larger matrix, so that the SVD of a quantized copy takes a second or two. Above the 1024 up
-# to which decompose_weight takes a full SVD, slower than its randomized one.
+# Larger matrices are sampled to this many rows: the SVD of a quantized copy then takes a second or
+# two. More than 1024, because decompose_weight takes a slower, full SVD up to there.
 COMPARED_ROWS = 1280
 _ROLES = {"activation": Role.FPROP_INPUT, "gradient": Role.DGRAD_GRAD_OUTPUT}
-# nvidia rotates in wgrad alone, whose operands have their blocks along the tokens.
+# nvidia rotates only in wgrad, whose operands have their blocks along the tokens.
 _NVIDIA_ROLES = {"activation": Role.WGRAD_INPUT, "gradient": Role.WGRAD_GRAD_OUTPUT}
 
 
 @dataclass(frozen=True)
 class OperandValues:
-    """A matrix as a scheme's GEMM gets it."""
+    """A matrix as it enters a scheme's GEMM."""
 
     values: Tensor  # [t c], fp32
-    # Share of non-zero elements that become zero, in the matrix that is quantized last (the matrix
-    # itself, the rotated one or the residual).
+    # Share of non-zero elements that become zero in the matrix that is quantized last (the matrix
+    # itself, the rotated matrix or the residual).
     zeroed: float
 
 
 class Quantizers:
     """The operands of one layer [o i] under every compared scheme.
 
-    `rank` directions are kept apart by Metis; None takes the schemes' own (1.5 %).
+    Metis splits off `rank` directions; None takes each scheme's default (1.5 %).
     """
 
     def __init__(self, name: str, shape: tuple[int, int], rank: int | None = None) -> None:
@@ -63,15 +64,18 @@ class Quantizers:
         self.rank = None if rank is None else min(rank, *shape)
 
     def config(self, scheme: str) -> MetisConfig:
-        """Return the scheme's defaults, but for the rank."""
+        """Return the scheme's default config with this rank."""
         return MetisConfig(scheme=scheme, rank=self.rank)
 
     def split_rank(self) -> int:
-        """Return directions that `metis` keeps apart in this layer."""
+        """Return the number of directions that `metis` splits off in this layer."""
         return layer_rank(self.config(COMPENSATED), self.shape[1], self.shape[0])
 
     def weight(self, stored: StoredWeight, scheme: str) -> OperandValues:
-        """Return a weight under a scheme: as it is stored if it trained in that, else converted."""
+        """Quantize a weight under a scheme, from its stored parts if it was trained in that scheme.
+
+        Otherwise the dense weight is converted.
+        """
         layer = make_layer(stored.weight, None, self.config(scheme), name=self.name)
         _check_needs_no_call(scheme, layer.scheme.fprop_weight)
         params, form = layer.weight_params(), layer.weight_form
@@ -94,7 +98,7 @@ class Quantizers:
         return OperandValues(values, float(element_fates(last, quantizer)[0]))
 
     def rows(self, x: Tensor, kind: str, scheme: str) -> OperandValues:
-        """Return an activation or gradient [t c] under a scheme."""
+        """Quantize an activation or gradient [t c] under a scheme."""
         plan = build_scheme(self.config(scheme), self.shape[1], self.shape[0])
         role, operand = plan.resolve((_NVIDIA_ROLES if scheme == "nvidia" else _ROLES)[kind])
         _check_needs_no_call(scheme, operand)
@@ -118,7 +122,7 @@ def _check_needs_no_call(scheme: str, operand: Operand) -> None:
 
 @dataclass(frozen=True)
 class Sample:
-    """One of the three tensors of a layer, with what quantizes it."""
+    """One of the three tensors of a layer, with its quantizers."""
 
     x: Tensor  # [t c]; a weight is [o i]
     kind: str  # "weight", "activation" or "gradient"
@@ -126,13 +130,13 @@ class Sample:
     stored: StoredWeight | None = None  # for kind "weight"
 
     def quantize(self, scheme: str) -> OperandValues:
-        """Return this tensor under a scheme."""
+        """Quantize this tensor under a scheme."""
         if self.stored is not None:
             return self.quantizers.weight(self.stored, scheme)
         return self.quantizers.rows(self.x, self.kind, scheme)
 
     def limited(self, rows: int) -> Sample:
-        """Return the same, or evenly spread random rows of it where both sides exceed `rows`."""
+        """Return self, or `rows` evenly spread random rows of it if both sides exceed `rows`."""
         if min(self.x.shape) <= rows:
             return self
         index = row_index(self.x, rows)
@@ -140,13 +144,13 @@ class Sample:
         shape = self.quantizers.shape if stored is None else (rows, self.x.shape[1])
         rank = self.quantizers.split_rank()
         if stored is not None and stored.parts is not None and self.quantizers.rank is None:
-            rank = len(stored.parts[1])  # as it is stored, not as the scheme's defaults have it
+            rank = len(stored.parts[1])  # the stored rank, not the scheme's default
         quantizers = Quantizers(self.quantizers.name, shape, rank)
         return Sample(self.x[index], self.kind, quantizers, stored)
 
 
 def row_index(x: Tensor, rows: int) -> Tensor:
-    """Return indices of random rows spread over x [t c]; all where a side is at most `rows`."""
+    """Return `rows` evenly spread random row indices of x [t c]; all if a side is <= `rows`."""
     index = torch.arange(x.shape[0], dtype=torch.float32)[:, None]
     if min(x.shape) > rows:
         index = sample_rows(index, rows, Key(5))
@@ -154,11 +158,11 @@ def row_index(x: Tensor, rows: int) -> Tensor:
 
 
 def spectral_errors(svd: Svd, x_hat: Tensor) -> dict[str, list[float]]:
-    """Return errors of the singular values and directions of x_hat [t c] by index.
+    """Return the errors of singular values and directions of x_hat [t c], by index.
 
     Returns:
         sigma_error: |s_hat_i - s_i| / s_i, both sorted; left, right: 1 - |cos| between the i-th
-        singular vectors of x and x_hat. Components at the rounding level of fp32 are left out.
+        singular vectors of x and x_hat. Components at fp32's rounding level are left out.
     """
     other = Svd.of(x_hat)
     rank = int((svd.s > svd.s[0] * torch.finfo(torch.float32).eps * max(x_hat.shape)).sum())
@@ -174,8 +178,8 @@ def spectral_errors(svd: Svd, x_hat: Tensor) -> dict[str, list[float]]:
 def distortion_data(sample: Sample) -> tuple[dict, dict[str, Tensor]]:
     """Return every scheme's errors on a tensor [t c], and the quantized copies.
 
-    Spectral errors of a matrix with both sides above COMPARED_ROWS are measured on as many of
-    its rows, which are quantized with all the others.
+    If both sides exceed COMPARED_ROWS, spectral errors are measured on COMPARED_ROWS of the rows;
+    the whole matrix is quantized in any case.
 
     Returns:
         scheme -> sqnr_db, zeroed and the lists of `spectral_errors`; scheme -> x_hat [t c].
@@ -194,7 +198,7 @@ def distortion_data(sample: Sample) -> tuple[dict, dict[str, Tensor]]:
 
 
 def swamped_share(sigma: Tensor, x: Tensor, x_hat: Tensor) -> float:
-    """Share of the singular values of x [t c] below the spectral norm of x_hat - x.
+    """Return the share of singular values of x [t c] at or below the spectral norm of x_hat - x.
 
     By Weyl's and Wedin's inequalities the rounding error is large enough to replace them.
     """
@@ -202,9 +206,10 @@ def swamped_share(sigma: Tensor, x: Tensor, x_hat: Tensor) -> float:
 
 
 def risk_data(sample: Sample, sigma: Tensor) -> dict[str, float]:
-    """Return a tensor's figures in the table of layers; `sigma` are its singular values.
+    """Return a tensor's quantization columns in the table of layers.
 
-    A matrix with both sides above COMPARED_ROWS stands for itself by as many of its rows.
+    `sigma` are its singular values. If both sides exceed COMPARED_ROWS, only COMPARED_ROWS random
+    rows are measured.
     """
     few = sample.limited(COMPARED_ROWS)
     sigma = sigma if few is sample else singular_values(few.x)

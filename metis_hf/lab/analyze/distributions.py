@@ -1,6 +1,6 @@
 """Element distributions: components, residuals, singular vectors, rotations, quantized copies.
 
-Histograms are densities on a common set of edges, so that areas compare.
+Histograms are densities, so that areas are comparable.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from metis_hf.transforms.spectral import sample_rows
 COMPONENTS = (0, 16, 128, 1024)  # as in the paper
 REMOVED_SHARE = 0.03
 _BINS = 121
-_ELEMENTS = 1 << 22  # of a larger matrix, in whole rows, for histograms
+_ELEMENTS = 1 << 22  # histograms use about this many elements of a larger matrix, in whole rows
 
 
 def removed_components(rank: int) -> int:
-    """Return 3 % of the components, rounded to the nearest power of two by logarithm."""
+    """Return 3 % of `rank`, rounded to the power of two nearest in log scale."""
     return 2 ** max(0, round(float(np.log2(max(REMOVED_SHARE * rank, 1)))))
 
 
 def histogram(values: Tensor, edges: np.ndarray) -> list[float]:
-    """Return the density of elements of `values` over `edges`; what lies outside is left out."""
+    """Return the density of `values` over `edges`; elements outside are not counted in any bin."""
     counts, _ = np.histogram(values.detach().double().numpy(), edges)
     return (counts / (values.numel() * np.diff(edges))).tolist()
 
@@ -36,19 +36,19 @@ def _own_histogram(values: Tensor, edges: np.ndarray) -> dict:
 
 
 def even_edges(values: Tensor) -> np.ndarray:
-    """Return edges of equal bins, symmetric about zero and over all of `values`."""
+    """Return edges of equal bins, symmetric about zero, that cover all of `values`."""
     reach = max(float(values.abs().amax()), 1e-30)
     return np.linspace(-reach, reach, _BINS + 1)
 
 
 def shown_rows(x: Tensor) -> Tensor:
-    """Return indices of the rows of x [t c] that histograms show, about 4 million elements."""
+    """Return indices of the rows of x [t c] used in histograms, about 4 million elements."""
     index = torch.arange(x.shape[0], dtype=torch.float64)[:, None]
     return sample_rows(index, max(_ELEMENTS // x.shape[1], 16), Key(3))[:, 0].long()
 
 
 def width(values: Tensor) -> dict[str, float]:
-    """Return the largest magnitude, deviation about zero, and 99.9 % quantile of magnitudes."""
+    """Return the largest magnitude, the rms, and the 99.9 % quantile of magnitudes."""
     magnitudes = values.detach().abs().flatten()
     rank = max(1, round(0.999 * magnitudes.numel()))
     return {
@@ -59,13 +59,13 @@ def width(values: Tensor) -> dict[str, float]:
 
 
 def _shown_with_residual(x: Tensor, svd: Svd, removed: int) -> tuple[Tensor, Tensor]:
-    """Return the shown rows of x, and the same without the leading components."""
+    """Return the shown rows of x, and these rows without the `removed` leading components."""
     rows, kept = shown_rows(x), slice(0, removed)
     return x[rows], x[rows] - (svd.left(kept)[rows] * svd.s[kept]) @ svd.right(kept).T
 
 
 def component_data(x: Tensor, svd: Svd) -> dict:
-    """Return histograms of x and of s_i u_i v_i^T for i = 0, 16, 128, 1024 where they exist."""
+    """Return histograms of x and of s_i u_i v_i^T for i = 0, 16, 128, 1024, where i < rank."""
     rows = shown_rows(x)
     x = x[rows]
     edges = even_edges(x)
@@ -77,11 +77,12 @@ def component_data(x: Tensor, svd: Svd) -> dict:
 
 
 def residual_data(x: Tensor, svd: Svd) -> dict:
-    """Compare x with what is left without its leading components, and with its singular vectors.
+    """Compare x with its residual after removing leading components; histogram singular vectors.
 
     Returns:
-        removed; edges, full; residual_edges, residual (own, finer bins); width of both; narrowing
-        (ratios of those widths); vectors: histograms of left singular vectors by index.
+        removed; edges, full; residual_edges, residual (own, finer bins); full_width and
+        residual_width; narrowing (ratios of these widths); vectors: histograms of left singular
+        vectors by index.
     """
     removed = min(removed_components(len(svd.s)), len(svd.s) - 1)
     x, residual = _shown_with_residual(x, svd, removed)
@@ -119,11 +120,11 @@ def preprocessing_data(x: Tensor, svd: Svd, rank: int) -> dict:
 
 
 def magnitude_data(x: Tensor, copies: dict[str, Tensor]) -> dict:
-    """Return log10 of |element| / rms of x before and after quantization; zeros are apart.
+    """Return histograms of log10(|element| / rms of x) before and after quantization.
 
     Returns:
-        edges (log10); before: density; after: scheme -> density (areas: share that is not zero);
-        zero: the same names -> share of exact zeros.
+        edges (log10); density: "before" or scheme -> density, whose area is the share of non-zero
+        elements; zero: same keys -> share of exact zeros.
     """
     edges = np.linspace(-4, 2.5, 105)
     rows = shown_rows(x)

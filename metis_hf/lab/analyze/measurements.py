@@ -1,7 +1,6 @@
-"""Measurements of an analysis, their order, and the moments when its page is written.
+"""Runs the measurements of an analysis and rewrites its page as results come in.
 
-Every measurement is kept on disk at once, and the page is rewritten as figures come: an interrupted
-analysis goes on where it stopped.
+Every measurement is saved to disk at once, so that an interrupted analysis resumes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from metis_hf.lab.store import Store, source_digest, task_key
 WEIGHTS, LINES, TEXT, PORTRAITS, FIGURES = (
     "weights", "activations and gradients", "text", "portraits", "figures",
 )  # fmt: skip
-# Seconds of one core for an item of a phase, for a layer of 576 x 1536.
+# Seconds per item of a phase, on one core, for a layer of 576 x 1536.
 _COSTS = {WEIGHTS: 0.2, LINES: 0.2, TEXT: 9.0, PORTRAITS: 12.0, FIGURES: 2.0}
 _SHARED_FIGURES = 3  # risk, all spectra, the last FFNs
 _CODE = (alignment, capture, distortion, distributions, portrait, spectra)
@@ -49,15 +48,15 @@ class Request:
 
     source: WeightSource
     control: WeightSource | None  # to compare residuals with
-    models: Sequence[WeightSource]  # whose last FFNs are compared
+    models: Sequence[WeightSource]  # models whose last FFNs are compared
     names: list[str]  # layers of `source` that get a line in the table
-    chosen: list[str]  # and a portrait
-    rank: int | None  # directions that Metis keeps apart; None takes the schemes' own
+    chosen: list[str]  # layers that also get a portrait
+    rank: int | None  # directions that Metis splits off; None takes the schemes' defaults
     ids: Tensor | None  # the text's tokens [n length]
 
 
 class Measurements:
-    """The measurements of one analysis; they fill its result."""
+    """The measurements of one analysis, which fill `result`."""
 
     def __init__(self, request: Request, store: Store, result: Analysis, console: Console) -> None:
         self.request, self.store, self.result = request, store, result
@@ -66,7 +65,7 @@ class Measurements:
         self.quantizers = {n: Quantizers(n, shapes[n], request.rank) for n in self.names}
         result.ranks |= {name: q.split_rank() for name, q in self.quantizers.items()}
         code = source_digest(*(str(module.__file__) for module in _CODE))
-        # The keys of measurements, which differ by what they depend on.
+        # Store keys: each covers the inputs that its measurements depend on.
         self.of_model = functools.partial(task_key, code)
         self.of_weights = self.of_model(self.source.identity(), request.rank)
         control = None if request.control is None else request.control.identity()
@@ -77,12 +76,12 @@ class Measurements:
             text = [batch, list(request.ids.shape)]
         self.of_text = task_key(self.of_weights, text)
         self.known: dict[str, Measured | None] = {}
-        self.kinds: tuple[str, ...] = ()  # of tensors that the text gives: known once the model is
+        self.kinds: tuple[str, ...] = ()  # kinds measured on the text, known with the model
         self.bars = TaskProgress(console)
         self.page = PageWriter(store, lambda: self.bars.advance(FIGURES))
 
     def progress(self) -> AbstractContextManager[None]:
-        """Show the phases while the context lasts."""
+        """Show progress bars of the phases inside the context."""
         ids = self.request.ids
         kinds = 0 if ids is None else len(KINDS) - 1
         items = {
@@ -95,8 +94,8 @@ class Measurements:
         return self.bars.running({name: (n, _COSTS[name]) for name, n in items.items()})
 
     def run(self) -> None:
-        """Measure everything, and write the page: after the first portrait, and as more come."""
-        if self.request.ids is not None:  # as an earlier run found out
+        """Measure everything; write the page after the first portrait and as results come in."""
+        if self.request.ids is not None:  # an earlier run may have stored them
             known = self._get("class", "model", "", self.of_text)
             self.kinds = tuple(known["kinds"]) if known else ()
         first, rest = self.chosen[0], [name for name in self.names if name != self.chosen[0]]
@@ -133,7 +132,7 @@ class Measurements:
     def _measured(
         self, part: str, name: str, kind: str, key: str, measure: Callable[[], Measured]
     ) -> Measured:
-        """Return a measurement from the store, else make and keep it."""
+        """Return a measurement from the store, or measure and store it."""
         value = self._get(part, name, kind, key)
         if value is None:
             value = measure()
@@ -141,14 +140,14 @@ class Measurements:
         return value
 
     def _weight(self, name: str) -> None:
-        """Measure a layer's weight: its line, and what figures show of it."""
+        """Measure a layer's weight: its table line and, for chosen layers, its portrait."""
         result, control = self.result, self.request.control
-        stored = functools.cache(lambda: self.source.load(name))  # once it is asked for
+        stored = functools.cache(lambda: self.source.load(name))  # loaded on first use
 
         def sample() -> Sample:
             return Sample(stored().weight, "weight", self.quantizers[name], stored())
 
-        def residual() -> Measured:  # {} where the weight is not stored split
+        def residual() -> Measured:  # {} if the weight is not stored split
             parts = stored().parts
             other = None if control is None else control.load(name)
             kept = result.ranks[name] if parts is None else len(parts[1])
@@ -191,7 +190,7 @@ class Measurements:
             self.result.universality[source.checkpoint] = data
 
     def _text(self, ids: Tensor) -> None:
-        """Run the text where something of it is not measured yet, and measure that."""
+        """Run the text if any of its measurements is missing, and measure those."""
         model, about = None, self._get("class", "model", "", self.of_text)
         if about is None:
             model = capture.load_model(self.source)
@@ -228,13 +227,13 @@ class Measurements:
             )
 
     def _missing(self, part: str) -> list[tuple[str, str]]:
-        """Return the (layer, kind) of the text whose part is not in the store."""
+        """Return the (layer, kind) pairs of the text whose `part` is not in the store."""
         names = self.names if part == "line" else self.chosen
         pairs = [(name, kind) for name in names for kind in self.kinds]
         return [pair for pair in pairs if self._get(part, *pair, self.of_text) is None]
 
     def _line(self, spectrum: spectra.LastSpectrum, name: str, kind: str, x: Tensor) -> None:
-        """Measure a layer's rows of the first micro-batch, inside the model's forward pass."""
+        """Measure a layer's rows of the first micro-batch, inside a hook of the model."""
         if self._get("line", name, kind, self.of_text) is None:
             sample = Sample(x, kind, self.quantizers[name])
             value = portrait.tensor_line(sample, spectrum)
@@ -242,27 +241,27 @@ class Measurements:
             self.bars.advance(LINES)
 
     def _batch(self, number: int) -> None:
-        """Count a micro-batch; after the first one all lines are there, and the page shows them."""
+        """Count a micro-batch; after the first all lines are measured, and the page is written."""
         self.bars.advance(TEXT)
         if number == 0:
-            for name, kind in self._missing("line"):  # it saw no token, in the next run neither
+            for name, kind in self._missing("line"):  # saw no token, nor will it in the next run
                 self._put("line", name, kind, self.of_text, {})
             self._write("figures of single layers are to come")
 
     def _portrait(self, hooks: capture.Capture, name: str, kind: str, ids: Tensor) -> None:
         rows, value = hooks.rows(name, kind), {}
         if rows is not None:
-            # An expert has rows of the tokens that it saw, of any sequence.
+            # An expert's rows are the tokens routed to it, from any sequence.
             length = ids.shape[1] if len(rows) == ids.numel() else None
             value = portrait.tensor_portrait(Sample(rows, kind, self.quantizers[name]), length)
         self._put("portrait", name, kind, self.of_text, value)
         self.bars.advance(PORTRAITS)
 
     def _take(self) -> None:
-        """Take activations and gradients from the store into the result."""
+        """Copy activation and gradient measurements from the store into the result."""
         for part, found in (("line", self.result.lines), ("portrait", self.result.portraits)):
             for name, by_kind in found.items():
                 for kind in self.kinds:
                     value = self._get(part, name, kind, self.of_text)
-                    if value:  # {}: it saw no token
+                    if value:  # {}: the layer saw no token
                         by_kind[kind] = value

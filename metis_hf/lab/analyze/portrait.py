@@ -1,4 +1,4 @@
-"""Everything that the figures show of one layer, and one line of the table for every layer."""
+"""Measures a tensor: its line in the table of layers, or the data of all its figures."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from metis_hf.lab.analyze.spectra import (
 )
 from metis_hf.lab.analyze.stored_weights import StoredWeight
 
-PORTRAIT_ROWS = 4096  # token rows of an activation or gradient, beyond alignment
+PORTRAIT_ROWS = 4096  # token rows of an activation or gradient; alignment uses all rows
 
 
 def unusable(x: Tensor) -> str | None:
-    """Return why a matrix has no spectrum to speak of, or None."""
+    """Return why a matrix has no meaningful spectrum, or None if it has one."""
     if not bool(torch.isfinite(x).all()):
         return "NaN or infinite elements"
     return None if bool(x.any()) else "all zero"
 
 
 def tensor_line(sample: Sample, spectrum: LastSpectrum | None = None) -> dict[str, Any]:
-    """Return the figures of one tensor in the table of layers; {"note": reason} if it has none.
+    """Return one tensor's values for the table of layers.
 
-    They are shape, stable_rank, `spectrum_data` without noise_sigma, and `risk_data`.
+    These are shape, stable_rank, `spectrum_data` without noise_sigma, and `risk_data`; for a tensor
+    without a spectrum, shape and note (the reason).
     """
     reason = unusable(sample.x)
     if reason is not None:
@@ -48,9 +49,9 @@ def tensor_line(sample: Sample, spectrum: LastSpectrum | None = None) -> dict[st
 
 
 def tensor_portrait(sample: Sample, length: int | None) -> dict[str, Any]:
-    """Return everything that figures show of one tensor; {"note": reason} if it has nothing.
+    """Return the data of all figures of one tensor; shape and note (the reason) if unusable.
 
-    `length` rows are a sequence; None: its rows are no sequences, as an expert's.
+    `length` rows form a sequence; None if the rows do not form sequences, such as an expert's.
     """
     data: dict[str, Any] = {"shape": list(sample.x.shape)}
     reason = unusable(sample.x)
@@ -78,10 +79,10 @@ def residual_spectra(
     """Return spectra of a Metis-trained residual and of a weight trained without Metis.
 
     Returns:
-        Curves by label, each with sigma and elbow (`spectrum_data`), or None where the weight is
-        not split. Beside the residual: the weight that it is part of, the control's weight, and
-        the control's weight without its `rank` leading components, the plainest comparison (left
-        out where the weight has no more than those).
+        Curves (`spectrum_data`) by label, or None if the weight is not split or unusable: the
+        residual, its whole weight, the control's weight, and the control's weight without its
+        `rank` leading components, the fair comparison (skipped if no component is left). Without a
+        control, the last curve is of the whole weight.
     """
     if stored.residual is None or unusable(stored.weight) or unusable(stored.residual):
         return None

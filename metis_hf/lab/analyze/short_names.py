@@ -1,4 +1,4 @@
-"""Short names of layers on figures and pages: the block, and the layer within it."""
+"""Short layer names for figures and pages: the block, and the layer within it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-_PLAIN = re.compile(r"\b(self_attn|mlp)\.")  # what follows tells layers apart
+_PLAIN = re.compile(r"\b(self_attn|mlp)\.")  # dropped: the rest of the name suffices
 
 
 def short_names(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return (block, layer within it) of layers by name.
+    """Return full name -> (block, layer within it).
 
-    The block is the first index in a name, behind the name of the list of blocks where there are
+    The block is the first index in a name, prefixed with the name of its block list if there are
     several lists; "-" for a layer outside all blocks.
     """
     names = list(dict.fromkeys(names))

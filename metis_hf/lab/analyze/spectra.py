@@ -1,8 +1,8 @@
 """Singular values and vectors, the elbow of a spectrum, and the spectrum that noise would have.
 
-Singular values are the roots of the eigenvalues of the short side's Gram matrix, all GEMM but for
-one tridiagonalization: in fp64 up to `EXACT_SIDE` on the short side, in fp32 above it. Where both
-sides exceed `MAX_SIDE`, rows are sampled first.
+Singular values are the square roots of the eigenvalues of the short side's Gram matrix, all GEMM
+except one tridiagonalization: in fp64 up to `EXACT_SIDE` on the short side, in fp32 above it. If
+both sides exceed `MAX_SIDE`, rows are sampled first.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from metis_hf.transforms.spectral import sample_rows
 
 EXACT_SIDE = 1280
 MAX_SIDE = 4096
-_SAMPLES = 2000  # points on a spectrum's curve, even in arc length
+_SAMPLES = 2000  # points on a spectrum's curve, evenly spaced in arc length
 _SMOOTHING = 0.01  # standard deviation of the smoothing, as a share of the arc length,
-_SMOOTHED_STEPS = 10  # but at least so many components: steps of a short spectrum are no corners
+_SMOOTHED_STEPS = 10  # but at least this many components: a short spectrum's steps are not elbows
 
 
 def limit_rows(x: Tensor, limit: int = MAX_SIDE) -> Tensor:
-    """Return x [t c] itself, or `limit` random rows spread over it where both sides exceed that."""
+    """Return x [t c], or `limit` evenly spread random rows of it if both sides exceed `limit`."""
     return x if min(x.shape) <= limit else sample_rows(x, limit, Key(11))
 
 
 @dataclass(frozen=True)
 class Svd:
-    """x = u diag(s) v^T with r = min(t, c) components, in fp32; the vectors are made on demand.
+    """x = u diag(s) v^T with r = min(t, c) components, in fp32.
 
-    The squares s^2 are off by at most about eps sqrt(l) s_0^2 (l the long side), so values below
-    s_0 (eps sqrt(l))^(1/2) drown: above EXACT_SIDE, in fp32, below a thousandth of the largest.
+    The long side's vectors are computed on demand. The squares s^2 are off by at most about
+    eps sqrt(l) s_0^2 (l the long side), so values below s_0 (eps sqrt(l))^(1/2) are lost in the
+    error: above EXACT_SIDE, in fp32, below a thousandth of the largest.
     """
 
     x: Tensor  # [t c]
@@ -51,13 +52,13 @@ class Svd:
         return cls(x, s.float(), vectors.flip(1).float())
 
     def left(self, index: list[int] | slice) -> Tensor:
-        """Return left singular vectors [t n] of some components."""
+        """Return the left singular vectors [t n] of the components `index`."""
         if self.x.shape[0] <= self.x.shape[1]:
             return self.short[:, index]
         return self._unit(self.x @ self.short[:, index])
 
     def right(self, index: list[int] | slice) -> Tensor:
-        """Return right singular vectors [c n] of some components."""
+        """Return the right singular vectors [c n] of the components `index`."""
         if self.x.shape[0] > self.x.shape[1]:
             return self.short[:, index]
         return self._unit(self.x.T @ self.short[:, index])
@@ -69,7 +70,7 @@ class Svd:
 
 
 def _gram(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x x^T or x^T x, whichever is smaller, of x divided by its largest entry; and that."""
+    """Return (x x^T or x^T x, whichever is smaller, of x / scale; scale, the largest |entry|)."""
     scale = x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
     x = (x.double() if min(x.shape) <= EXACT_SIDE else x) / scale
     return (x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x), scale
@@ -82,9 +83,9 @@ def singular_values(x: Tensor) -> Tensor:
 
 
 class LastSpectrum:
-    """Singular values of the matrix asked for last: layers one after the other share their input.
+    """Caches the singular values of the last matrix, since consecutive layers share their input.
 
-    It keeps that matrix alive, so that no other takes its place in memory.
+    It holds a reference to that matrix, so that its memory cannot be reused for another.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class LastSpectrum:
         self._sigma = torch.empty(0)
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the singular values of x [t c] (of rows of it, if large), see `limit_rows`."""
+        """Return the singular values of x [t c], of `limit_rows(x)` if x is large."""
         last = self._x
         same = last is not None and last.data_ptr() == x.data_ptr() and last.shape == x.shape
         if not same or self._version != x._version:
@@ -103,19 +104,19 @@ class LastSpectrum:
 
 
 def elbow(values: Tensor | np.ndarray) -> int | None:
-    """Return k*, the index where a descending curve of singular values bends most towards the axes.
+    """Return the elbow k*: the index of greatest curvature of a descending spectrum.
 
     The curve is (i / (r - 1), (s_i - s_last) / (s_0 - s_last)), both axes from 0 to 1, as a polygon
     sampled evenly in arc length and smoothed by a Gaussian of 1 % of its length, or of 10
-    components if that is more; k* is the index below the point of greatest curvature, of those
-    where the curve turns flatter. k* components lie left of it. "Index of maximum curvature"
-    (arXiv 2509.00404) says neither axes nor smoothing; these are our choice.
+    components if that is more. k* is the index nearest the point of greatest curvature, among the
+    points where the curve gets flatter; k* components lie left of it. arXiv 2509.00404 ("index of
+    maximum curvature") specifies neither axes nor smoothing; both are our choice.
 
     Args:
         values: [r] descending.
 
     Returns:
-        1 <= k* < r; None where nothing bends: fewer than 4 values, a straight line, all equal.
+        1 <= k* < r; None without a bend: fewer than 4 values, a straight line, all equal.
     """
     y = np.asarray(values, dtype=np.float64)
     if len(y) < 4 or not np.isfinite(y).all() or y[0] - y[-1] <= 1e-6 * abs(y[0]):
@@ -128,7 +129,7 @@ def elbow(values: Tensor | np.ndarray) -> int | None:
     width = min(width, _SAMPLES / 8)  # room for the reflection at the ends
     x_s, y_s = (_smooth(np.interp(even, arc, axis), width) for axis in (x, y))
     dx, dy = np.gradient(x_s), np.gradient(y_s)
-    turn = dx * np.gradient(dy) - dy * np.gradient(dx)  # > 0: the curve turns flatter
+    turn = dx * np.gradient(dy) - dy * np.gradient(dx)  # > 0: the curve gets flatter
     curvature = turn / np.hypot(dx, dy).clip(1e-12) ** 3
     best = int(curvature.argmax())
     if curvature[best] * _SAMPLES < 1e-3:
@@ -137,7 +138,7 @@ def elbow(values: Tensor | np.ndarray) -> int | None:
 
 
 def _smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Smooth by a Gaussian; the ends are continued by point reflection, which keeps their slope."""
+    """Smooth with a Gaussian; point reflection pads the ends and keeps their slope."""
     reach = int(4 * width)
     offsets = np.arange(-reach, reach + 1)
     kernel = np.exp(-0.5 * (offsets / width) ** 2)
@@ -147,9 +148,9 @@ def _smooth(values: np.ndarray, width: float) -> np.ndarray:
 
 
 def noise_spectrum(rows: int, columns: int, energy: float) -> np.ndarray:
-    """Return singular values of independent normal entries (Marchenko-Pastur quantiles).
+    """Return the singular values of independent normal entries (Marchenko-Pastur quantiles).
 
-    They are [min(rows, columns)] descending, and their squares sum to `energy`.
+    The result [min(rows, columns)] is descending, and its squares sum to `energy`.
     """
     small, large = sorted((rows, columns))
     beta = small / large
@@ -161,11 +162,12 @@ def noise_spectrum(rows: int, columns: int, energy: float) -> np.ndarray:
 
 
 def spectrum_data(values: Tensor, shape: Sequence[int]) -> dict:
-    """Return a spectrum with its elbow and noise's, as figures and JSON hold it.
+    """Return a spectrum with its elbow, and the same for noise, as JSON data for figures.
 
     Returns:
-        sigma [r]; rank r; elbow k*; fraction k*/r; energy of the k*; the same of a matrix of
-        independent normal entries, of the same shape and norm, under noise_*.
+        sigma [r]; rank r; elbow k*; fraction k*/r; energy, the first k* components' share of
+        sum(s^2); all but rank also under noise_*, for independent normal entries of the same shape
+        and norm.
     """
     sigma = values.double().numpy()
     rows, columns = shape

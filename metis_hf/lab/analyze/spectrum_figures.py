@@ -1,6 +1,6 @@
-"""The figures, each drawn from the data that lies beside it as JSON.
+"""The figures of an analysis, each drawn from the data in its JSON file.
 
-Columns are weight, activation and gradient throughout; schemes keep one colour.
+Columns are always weight, activation and gradient; a scheme has the same color in every figure.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from metis_hf.training.reference_values import RELATIVE_ERROR
 Data = Mapping[str, Any]
 SCHEME_COLORS = {scheme: STYLES[scheme].color for scheme in SCHEMES}
 GREY = "#b8bcc2"
-_PANEL = 3.2  # inches: three beside each other are as wide as other figures
+_PANEL = 3.2  # inches: three panels in a row are as wide as other figures
 _RAMP = ("#0b3954", "#0072B2", "#56B4E9", "#E69F00")  # leading to trailing component
 
 
 def _panels(data: Data, part: str, height: float = 3.3, rows: int = 1):
-    """Return (figure, axes [rows n], the kinds that have `part`)."""
+    """Return (figure, axes [rows n], the n kinds that have `part`)."""
     kinds = [kind for kind in KINDS if part in data.get(kind, {})]
     figure, axes = figure_axes(rows, max(len(kinds), 1), (_PANEL * max(len(kinds), 1), height))
     tidy(*axes.flat)
@@ -71,7 +71,7 @@ def _spectrum_axes(axis: Any, curves: Sequence[Data]) -> None:
 
 
 def spectra(data: Data, title: str) -> bytes:
-    """Return singular spectra with elbows, against the spectrum of noise of the same norm."""
+    """Draw singular spectra with elbows, and the spectra of noise of the same norm."""
     figure, axes, kinds = _panels(data, "spectrum", 3.7)
     for axis, kind in zip(axes[0], kinds):
         curve = data[kind]["spectrum"]
@@ -94,7 +94,7 @@ def spectra(data: Data, title: str) -> bytes:
 
 
 def components(data: Data, title: str) -> bytes:
-    """Draw histograms of rank-1 components over the full matrix's."""
+    """Draw histograms of rank-1 components over the full matrix's histogram."""
     figure, axes, kinds = _panels(data, "components", 3.4)
     for axis, kind in zip(axes[0], kinds):
         part = data[kind]["components"]
@@ -118,7 +118,7 @@ def _step(axis: Any, edges: Sequence[float], density: Sequence[float], color: st
 def _log_density(
     axis: Any, edges: Sequence[float], density: Sequence[float], room: float = 0.0
 ) -> None:
-    """Scale an axis to logarithms, with room for a text above the curves, as a share of them."""
+    """Make the y axis logarithmic, with `room` for text above, as a share of the axis height."""
     seen = [value for value in density if value > 0]
     axis.set_yscale("log")
     low, high = min(seen) / 2, axis.get_ylim()[1]
@@ -129,7 +129,7 @@ def _log_density(
 
 
 def residuals(data: Data, title: str) -> bytes:
-    """Draw left singular vectors (above) and what is left without 3 % of the components (below)."""
+    """Draw left singular vectors (above) and the residual without 3 % of the components (below)."""
     figure, axes, kinds = _panels(data, "residual", 6.2, rows=2)
     for column, kind in enumerate(kinds):
         part = data[kind]["residual"]
@@ -155,7 +155,7 @@ def residuals(data: Data, title: str) -> bytes:
 
 
 def preprocessing(data: Data, title: str) -> bytes:
-    """Return elements as they are, after a Hadamard rotation, and of Metis's residual."""
+    """Draw histograms of the elements, of the Hadamard-rotated ones, and of Metis's residual."""
     figure, axes, kinds = _panels(data, "preprocessing", 3.4)
     colors = {"original": GREY, "Hadamard": SCHEME_COLORS["nvidia"],
               "Metis residual": SCHEME_COLORS["metis"]}  # fmt: skip
@@ -175,7 +175,7 @@ def preprocessing(data: Data, title: str) -> bytes:
 
 
 def distortion(data: Data, title: str) -> bytes:
-    """Draw values before and after quantization, and errors of singular values and directions."""
+    """Draw magnitudes before and after quantization, and singular value and direction errors."""
     figure, axes, kinds = _panels(data, "distortion", 9.4, rows=3)
     for column, kind in enumerate(kinds):
         part = data[kind]["magnitudes"]
@@ -208,7 +208,7 @@ def _magnitudes(axis: Any, part: Data) -> None:
     for scheme in ("nvfp4", "metis"):
         density = part["density"][scheme]
         axis.stairs(density, edges, color=SCHEME_COLORS[scheme], lw=1.2, label=SCHEMES[scheme])
-    # Exact zeros have no logarithm: a bar of their own, of the same area.
+    # Exact zeros have no logarithm: a separate bar, whose area is their share.
     place, width = edges[0] - 0.45, 0.3
     axis.bar(place, zero["nvfp4"] / width, width, color=SCHEME_COLORS["nvfp4"])
     axis.text(0.13, 0.97,
@@ -221,7 +221,7 @@ def _magnitudes(axis: Any, part: Data) -> None:
 
 
 def binned(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return medians over about 40 bins of the index (from 1), even on a logarithmic axis."""
+    """Return (mean index from 1, median) of about 40 bins that are even on a logarithmic axis."""
     y = np.asarray(values)
     index = np.arange(1, len(y) + 1)
     edges = np.unique(np.geomspace(1, len(y) + 1, 41).round().astype(int))
@@ -238,7 +238,7 @@ def alignment(data: Data, title: str) -> bytes:
         for unit, color in (("row", COLORS[0]), ("sequence", COLORS[1])):
             curve = part.get(f"by_{unit}")
             if curve is None:
-                continue  # rows of experts are no sequences
+                continue  # an expert's rows form no sequences
             label = f"{unit}s, of {part['rows' if unit == 'row' else 'sequences']}"
             axis.plot(curve["ratio"], curve["mean"], "o-", ms=3.5, color=color, label=label)
             axis.fill_between(curve["ratio"], curve["low"], curve["high"], color=color, alpha=0.2)
@@ -253,7 +253,7 @@ def alignment(data: Data, title: str) -> bytes:
 
 
 def universality(models: Data, title: str) -> bytes:
-    """Return the spectrum of the last FFN's weight of every model."""
+    """Draw the spectrum of the last FFN's weight of every model."""
     figure, axes = figure_axes(1, 1, (6.4, 3.8 + 0.25 * len(models)))
     axis = axes[0, 0]
     _spectrum_axes(axis, list(models.values()))
@@ -267,7 +267,7 @@ def universality(models: Data, title: str) -> bytes:
 
 
 def all_spectra(lines: Data, title: str) -> bytes:
-    """Return the spectra of all layers, early ones light, late ones dark."""
+    """Draw the spectra of all layers, early layers light, late layers dark."""
     from matplotlib import colormaps
 
     kinds = [
@@ -286,7 +286,7 @@ def all_spectra(lines: Data, title: str) -> bytes:
 
 
 def residual_spectra(layers: Data, title: str) -> bytes:
-    """Return spectra of Metis-trained residuals against weights trained without Metis."""
+    """Draw spectra of Metis-trained residuals and of weights trained without Metis."""
     columns = min(2, len(layers))
     rows = -(-len(layers) // columns)
     figure, axes = figure_axes(rows, columns, (1.5 * _PANEL * columns, 3.6 * rows + 0.4))
@@ -305,7 +305,7 @@ def residual_spectra(layers: Data, title: str) -> bytes:
 
 
 def risk_map(lines: Data, title: str) -> bytes:
-    """Share of swamped directions by block and kind of layer, direct NVFP4 above Metis."""
+    """Draw the share of swamped directions by block and layer, direct NVFP4 above Metis."""
     from matplotlib.colors import Normalize
 
     kinds = [k for k in KINDS if any("nvfp4_swamped" in line.get(k, {}) for line in lines.values())]
@@ -336,7 +336,7 @@ def risk_map(lines: Data, title: str) -> bytes:
     return as_png(figure, title)
 
 
-# What a layer's portrait consists of: file name, part of the data, figure, caption.
+# The figures of a layer's portrait: file name, part of the data, drawing function, caption.
 PORTRAIT: tuple[tuple[str, str, Callable[[Data, str], bytes], str], ...] = (
     ("spectra", "spectrum", spectra,
      "Singular values with the elbow (dot), and the singular values of independent normal entries "

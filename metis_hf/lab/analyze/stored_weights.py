@@ -1,8 +1,8 @@
 """Weight matrices of a checkpoint on disk, read from safetensors one at a time.
 
-A split weight of a Metis checkpoint is read as the four tensors stored and as the matrix that they
-represent. The model itself is never built: only its skeleton, on the meta device, which says which
-weights belong to linear layers.
+A split weight of a Metis checkpoint is read as its four stored tensors and the matrix that they
+represent. The model is only built as a skeleton on the meta device, to find the weights of linear
+layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from metis_hf.shared.records import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SPLIT = SplitWeight.names
-# Two-dimensional weights that no GEMM multiplies, where the skeleton does not know them.
+# Matrices that are not weights of linear layers, for modules that the skeleton does not have.
 _NO_LINEAR = re.compile(
     r"embed|wte|wpe|position|norm|lm_head|router|(^|\.|_)gate$|relative_attention_bias", re.I
 )
@@ -50,13 +50,13 @@ class StoredWeight:
     """A weight as a checkpoint holds it, in fp32."""
 
     name: str  # of the layer
-    weight: Tensor  # [o i], the matrix that it stands for
-    parts: tuple[Tensor, ...] | None = None  # of a split weight: u [o k], s [k], vh [k i], [o i]
-    form: WeightForm | None = None  # how the parts make the weight
-    scheme: str | None = None  # that the parts were trained in
+    weight: Tensor  # [o i], the represented matrix
+    parts: tuple[Tensor, ...] | None = None  # split: u [o k], s [k], vh [k i], residual [o i]
+    form: WeightForm | None = None  # computes the weight from the parts
+    scheme: str | None = None  # the scheme that the parts were trained in
 
     def rows(self, index: Tensor) -> StoredWeight:
-        """Return the same with some of the rows only."""
+        """Return the same weight with the rows `index` only."""
         parts = self.parts
         if parts is not None:
             parts = (parts[0][index], *parts[1:3], parts[3][index])
@@ -70,7 +70,7 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a layer's weight is: tensor name, whether it is stored [i o], index of an expert."""
+    """The location of a layer's weight: tensor name, is it stored [i o], index of an expert."""
 
     key: str
     transposed: bool = False
@@ -78,14 +78,14 @@ class _Place:
 
 
 class WeightSource:
-    """The linear layers of a checkpoint by name, and their weights one by one.
+    """The linear layers of a checkpoint by name; loads their weights one at a time.
 
     Args:
-        checkpoint: a directory that `save_pretrained` wrote, or the name of a hub repository.
+        checkpoint: a directory that `save_pretrained` wrote, or a hub name.
 
     Raises:
-        FileNotFoundError: no such directory, no safetensors in it, or a shard is missing.
-        ValueError: no linear layer in it.
+        FileNotFoundError: there is no such directory, it has no safetensors, or a shard is missing.
+        ValueError: the checkpoint is damaged, quantized by other software, or has no linear layer.
     """
 
     def __init__(self, checkpoint: str | Path) -> None:
@@ -118,11 +118,11 @@ class WeightSource:
 
     @property
     def names(self) -> list[str]:
-        """Layers, in the order of the model."""
+        """Layer names, in the order of the model."""
         return list(self._places)
 
     def file(self, name: str) -> Path:
-        """Return a file of the checkpoint, from the directory or from the hub's cache."""
+        """Return the path of a checkpoint file, in the directory or in the hub's cache."""
         folder = Path(self.checkpoint)
         if folder.is_dir() or folder.is_absolute() or self.checkpoint.startswith("."):
             if not (folder / name).is_file():
@@ -142,13 +142,13 @@ class WeightSource:
         return Path(found)
 
     def identity(self) -> list[Any]:
-        """Return the checkpoint's identity: its config, and its files' sizes and times."""
+        """Return the checkpoint's identity: its config, and its weight files' sizes and times."""
         files = [(path.name, path.stat()) for path in sorted(set(self._files.values()))]
         sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
         return [self.file("config.json").read_text(encoding="utf-8"), sizes]
 
     def load(self, name: str) -> StoredWeight:
-        """Read one layer's weight; nothing of it stays here."""
+        """Read one layer's weight; it is not cached."""
         place = self._places[name]
         if not place.key.endswith(_SPLIT[-1]):
             weight = self._read(place.key, place.expert)
@@ -158,7 +158,7 @@ class WeightSource:
         config = (self.metis or MetisConfig()).for_layer(name)
         out_features, in_features = parts[-1].shape
         form = build_scheme(config, in_features, out_features).weight
-        if not form.is_split:  # the config beside the weights is lost, or another one
+        if not form.is_split:  # the checkpoint's config is missing or does not match
             form = SplitWeight(len(parts[1]))
         return StoredWeight(name, form.dense(parts), parts, form, config.scheme)
 
@@ -175,7 +175,7 @@ class WeightSource:
             return tensors.get_slice(key)[index].float()
 
     def _tensor_files(self) -> dict[str, Path]:
-        """Return tensor name -> the file that holds it."""
+        """Return tensor name -> its file."""
         try:
             index = self.file(INDEX)
         except FileNotFoundError:
@@ -195,14 +195,14 @@ class WeightSource:
         return {key: paths[shard] for key, shard in shards.items()}
 
     def _find(self) -> Iterator[tuple[str, _Place]]:
-        """Return (layer, place) of every weight of a linear layer, in the order of the model."""
+        """Return (layer, place) for every linear layer's weight, in the order of the model."""
         skeleton = _skeleton(self.config)
         linears, known = _linear_layers(skeleton, self.metis)
         renamed = _renaming(skeleton)
         found: dict[str, _Place] = {}
         for key in self._files:
             base, _, part = key.rpartition(".")
-            if base not in known:  # converted experts, too, which no skeleton has
+            if base not in known:  # including converted experts, which no skeleton has
                 base = renamed(key).rpartition(".")[0]
             name = _in_model(base, known, getattr(skeleton, "base_model_prefix", ""))
             if part == _SPLIT[-1]:
@@ -216,7 +216,7 @@ class WeightSource:
         return iter(sorted(found.items(), key=lambda item: _position(item[0], order)))
 
     def _is_linear(self, key: str, name: str, known: Container[str]) -> bool:
-        """Guess of a module that the skeleton does not have."""
+        """Guess whether a module that the skeleton does not have is linear."""
         return name not in known and len(self._shape(key)) == 2 and not _NO_LINEAR.search(name)
 
     def _shape(self, key: str) -> list[int]:
@@ -225,7 +225,7 @@ class WeightSource:
 
 
 def _skeleton(config: Any) -> nn.Module | None:
-    """Return the model without memory, or None where transformers does not know its class."""
+    """Build the model on the meta device; None if transformers does not know its class."""
     cls = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     if cls is None:
         return None
@@ -234,7 +234,7 @@ def _skeleton(config: Any) -> nn.Module | None:
 
 
 def _renaming(skeleton: Any) -> Callable[[str], str]:
-    """Return a function from tensor names of a checkpoint to the model's; merged ones stay."""
+    """Return a function from a checkpoint's tensor names to the model's; merged names stay."""
     mapping = [] if skeleton is None else get_model_conversion_mapping(skeleton, None, None)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -249,12 +249,12 @@ def _renaming(skeleton: Any) -> Callable[[str], str]:
 def _linear_layers(
     skeleton: nn.Module | None, metis: MetisConfig | None
 ) -> tuple[dict[str, bool], dict[str, None]]:
-    """Return (layers that conversion took or would take: name -> stored [i o]; all modules)."""
+    """Return (layers that conversion takes: name -> is the weight stored [i o]; all modules)."""
     if skeleton is None:
         return {}, {}
     modules = dict(skeleton.named_modules())
     selections = [select_modules(skeleton, MetisConfig())]
-    if metis is not None:  # whose names were checked when the model was converted
+    if metis is not None:  # names were checked when the model was converted
         selections.append(select_modules(skeleton, metis, check_names=False))
     names = [name for selection in selections for name in selection.linears]
     linears = {name: isinstance(modules[name], Conv1D) for name in names}
@@ -266,7 +266,7 @@ def _linear_layers(
 
 
 def _in_model(base: str, known: dict[str, Any], prefix: str) -> str:
-    """Return the model's name for a module that a checkpoint may name by another prefix."""
+    """Return the model's name of a module, whose prefix in the checkpoint may differ."""
     if base in known:
         return base
     others = (f"{prefix}.{base}", base.removeprefix(f"{prefix}."))
@@ -274,7 +274,10 @@ def _in_model(base: str, known: dict[str, Any], prefix: str) -> str:
 
 
 def _position(name: str, order: dict[str, int]) -> tuple:
-    """Sort by place in the model; indices as numbers, what the skeleton lacks by its parent."""
+    """Return a sort key: position in the model, or the nearest known parent's, then the rest.
+
+    Indices compare as numbers.
+    """
     parent, tail = name, ""
     while parent and parent not in order:
         parent, _, last = parent.rpartition(".")
@@ -286,7 +289,7 @@ def _position(name: str, order: dict[str, int]) -> tuple:
 def portrait_layers(names: list[str]) -> list[str]:
     """Return the layers that the paper shows: last and first FFN output and attention key.
 
-    The last FFN comes first. Where names tell neither, the last and the first layer.
+    The last FFN comes first. If the names identify neither, return the last and the first layer.
     """
     chosen = []
     for pattern in (_LAST_FFN, _KEY):
@@ -296,5 +299,5 @@ def portrait_layers(names: list[str]) -> list[str]:
 
 
 def last_ffn(names: list[str]) -> str:
-    """Return the output projection of the last FFN, or the last layer where names do not tell."""
+    """Return the last FFN's output projection; without one, the last attention key or layer."""
     return portrait_layers(names)[0]

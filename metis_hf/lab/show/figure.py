@@ -1,4 +1,4 @@
-"""The style of every figure: axes, a fixed colour for each scheme, names beside points."""
+"""The common style of figures: axes, a fixed color per scheme, names next to points."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 from metis_hf.schemes import CONTROL
 
 LineStyle: TypeAlias = str | tuple[int, tuple[int, ...]]  # a name, or (offset, lengths of dashes)
-# Okabe and Ito's palette, told apart by people with any colour vision; the control is black.
+# Okabe and Ito's palette, distinguishable with any color vision; the control is black.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
-# Paul Tol's muted palette, for names that are no scheme of the package.
+# Paul Tol's muted palette, for names that are not schemes of the package.
 _OTHERS = ("#332288", "#117733", "#882255", "#999933", "#CC6677", "#44AA99", "#AA4499")
-# Seven colors are fewer than the schemes: each round of them has its own lines and markers.
+# There are more schemes than colors: each pass through the colors has its own line and marker.
 LINES: tuple[LineStyle, ...] = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v")
-# A scheme looks the same in every figure: columns are COLORS, rows are LINES and MARKERS.
+# Fixed styles: columns are COLORS, rows are LINES and MARKERS.
 _FIXED = (
     ("metis", "nvfp4", "nvidia", "metis-paper", "bf16-split", "four-over-six", "averis"),
     ("quartet2", "nvfp4-rne", "nvidia-paper", "quarot", "svdquant", "if4", "averis-hadamard"),
@@ -31,12 +31,12 @@ _FIXED = (
 )  # fmt: skip
 MOST_STYLES = len(COLORS) * len(LINES)
 _FONT = 10  # points: 12 pixels where a figure of 9.5 inches is 840 pixels wide, as on GitHub
-MARKER = 7  # points; of the points that are named
-ALARM = "#D0021B"  # NaN and infinity; no scheme has it
+MARKER = 7  # points; marker size of named points
+ALARM = "#D0021B"  # marks NaN and infinity; no scheme has this color
 _MISSING = "#b8bcc2"
-_FAR = 4.0  # times the median height: beyond, a linear scale would show little else
+_FAR = 4.0  # times the median height: a farther point would flatten all others on a linear scale
 _TICKS = (-10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
-# Where a name may stand: distances from its point, in points, nearest first.
+# Candidate positions of a name: distances from its point, in points, nearest first.
 _DISTANCES = (9, 16, 26, 38, 52, 70, 92, 118)
 _DIRECTIONS = (
     *((1, 0), (1, 0.7), (1, -0.7), (-1, 0), (0, 1), (0, -1), (-1, 0.7), (-1, -0.7)),
@@ -47,7 +47,7 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top in points
 
 
 def figure_axes(rows: int, columns: int, size: tuple[float, float], **kwargs):
-    """Return a figure and its axes [rows columns]; size in inches, kwargs as `Figure.subplots`."""
+    """Return a figure and its axes [rows columns]; size in inches, kwargs for `Figure.subplots`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -57,7 +57,7 @@ def figure_axes(rows: int, columns: int, size: tuple[float, float], **kwargs):
 
 
 def as_png(figure: Any, title: str = "") -> bytes:
-    """Return a figure, with a title above all of its axes, as the bytes of a PNG file."""
+    """Return a figure, with a title above all axes, as the bytes of a PNG file."""
     if title:
         figure.suptitle(plain_text(title))
     buffer = io.BytesIO()
@@ -66,20 +66,20 @@ def as_png(figure: Any, title: str = "") -> bytes:
 
 
 def tidy(*axes: Any) -> None:
-    """Give axes a pale grid, and no frame at the top and the right."""
+    """Give axes a pale grid and remove the top and right spines."""
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
 
 
 def shared_legend(figure: Any, axes: Iterable[Any], columns: int = 8) -> None:
-    """Draw one legend of all that the axes show, below them."""
+    """Draw one legend for all axes, below them."""
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             found.setdefault(label, handle)
     if found:
-        widest = 0.095 * (max(map(len, found)) + 7)  # inches of an entry, with its line
+        widest = 0.095 * (max(map(len, found)) + 7)  # inches per entry, with its line
         columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
         figure.legend(found.values(), found, loc="outside lower center", ncols=columns,
                       frameon=False)  # fmt: skip
@@ -87,7 +87,7 @@ def shared_legend(figure: Any, axes: Iterable[Any], columns: int = 8) -> None:
 
 @dataclass(frozen=True)
 class Style:
-    """Color, line and marker of a scheme; no two of a picture share all three."""
+    """Color, line and marker of a scheme; no two schemes in a figure share all three."""
 
     color: str
     line: LineStyle = "-"
@@ -107,16 +107,16 @@ STYLES = {CONTROL: Style("black")} | dict(zip(_NAMES, _all_styles(COLORS)))
 def scheme_styles(names: Sequence[str], *, repeat: bool = False) -> dict[str, Style]:
     """Return a style for each scheme or variant of a figure.
 
-    The package's own schemes look the same in every figure, and the control is black. Other names
-    have other colors, in their order.
+    The package's schemes look the same in every figure, and the control is black. Other names get
+    styles from another palette, in order.
 
     Args:
         names: in the order of the figure.
-        repeat: use styles a second time where there are more names than styles, as in a figure
-            with a name beside each point.
+        repeat: reuse styles if there are more names than styles, as in a figure that prints a name
+            next to each point.
 
     Raises:
-        ValueError: more than 35 names beside the control, without `repeat`.
+        ValueError: there are more than 35 names besides the control, without `repeat`.
     """
     others = [name for name in dict.fromkeys(names) if name != CONTROL]
     if len(others) > MOST_STYLES and not repeat:
@@ -131,25 +131,25 @@ def scheme_styles(names: Sequence[str], *, repeat: bool = False) -> dict[str, St
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """Return the centred moving average over at most `span` values, shorter at the ends."""
+    """Return the centered moving average over 2 * (span // 2) + 1 values, fewer at the ends."""
     half = span // 2
     windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 
 def plain_text(text: str) -> str:
-    """Return a text that matplotlib draws as it is: no formula, no legend entry that is hidden."""
+    """Escape text for matplotlib: "$" starts no formula, a leading "_" hides no legend entry."""
     shown = "".join(c if c.isprintable() else "?" for c in text).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def short_model(path: str, parts: int = 2) -> str:
-    """Return the last parts of a path, without the `model` in which a run keeps its weights."""
+    """Return the last `parts` parts of a path, without a run's trailing `/model`."""
     return "/".join(path.rstrip("/").removesuffix("/model").split("/")[-parts:])
 
 
 def short_models(paths: Iterable[str]) -> dict[str, str]:
-    """Return path -> its last parts, as many as tell all paths apart; else the whole path."""
+    """Return path -> its last parts, as many as make all names unique; else the whole path."""
     paths = list(paths)
     for parts in range(2, max(path.count("/") for path in paths) + 2):
         names = {path: short_model(path, parts) for path in paths}
@@ -159,7 +159,7 @@ def short_models(paths: Iterable[str]) -> dict[str, str]:
 
 
 def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each name (x, y, name) inside the plot, where it covers no point and no other name."""
+    """Write each name (x, y, name) inside the plot so that it covers no point or other name."""
     scale = 72 / axis.figure.dpi
     places = [tuple(scale * v for v in axis.transData.transform((x, y))) for x, y, _ in points]
     half = MARKER / 2 + 1
@@ -183,7 +183,7 @@ def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
 def _free(
     x: float, y: float, name: str, taken: Sequence[Box]
 ) -> Iterator[tuple[tuple[float, float], Box]]:
-    """Return (offset, box) of free places for a name beside a point, and of the last anyway."""
+    """Yield (offset, box) of each free position for a name, then the last position in any case."""
     width, height = 0.62 * _FONT * len(name), 1.25 * _FONT
     for distance, (right, up) in itertools.product(_DISTANCES, _DIRECTIONS):
         dx, dy = distance * right, distance * up
@@ -203,11 +203,11 @@ class Line:
     """A curve.
 
     Args:
-        label: in the legend; empty is none.
-        x, y: of its points.
-        style: its color, line and, with `points`, marker.
-        band: (lower, upper) edge of a pale band around it.
-        points: show the points; "only" leaves the line out.
+        label: legend text; empty for none.
+        x, y: coordinates of its points.
+        style: color, line and, with `points`, marker.
+        band: (lower, upper) edge of a pale band around the curve.
+        points: show markers; "only" omits the line.
     """
 
     label: str
@@ -219,7 +219,7 @@ class Line:
 
 
 def draw_lines(axis: Any, lines: Iterable[Line]) -> None:
-    """Draw curves with their bands and points; labels are drawn as they are."""
+    """Draw curves with their bands and markers; labels are drawn literally."""
     for line in lines:
         style = line.style
         axis.plot(line.x, line.y, lw=1.5, color=style.color, label=plain_text(line.label),
@@ -231,7 +231,7 @@ def draw_lines(axis: Any, lines: Iterable[Line]) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """A named point; `error` is half the length of its bar, NaN draws none."""
+    """A named point; `error` is half the length of its error bar, NaN draws none."""
 
     x: float
     y: float
@@ -248,13 +248,13 @@ def scatter_figure(
     title: str = "",
     joined: Sequence[Point] = (),
 ) -> bytes:
-    """Draw named points with error bars; where few lie far off, y is logarithmic above the others.
+    """Draw named points with error bars; far outliers make y logarithmic beyond the other points.
 
     Args:
         points: in any order; at least one.
-        x_label, y_label: of the axes.
-        title: above the plot.
-        joined: points that a line joins, in the order of x.
+        x_label, y_label: axis labels.
+        title: text above the plot.
+        joined: points to connect with a line, sorted by x.
 
     Returns:
         A PNG.
@@ -276,13 +276,13 @@ def scatter_figure(
     if max(heights) > _FAR * (median := statistics.median(heights)) > 0:
         _compress(axis, 10 ** round(math.log10(median)))
     tidy(axis)
-    figure.draw_without_rendering()  # settles the scales, which places are taken in
+    figure.draw_without_rendering()  # fixes the scales that name placement needs
     name_points(axis, [(p.x, p.y, plain_text(p.name)) for p in points])
     return as_png(figure)
 
 
 def _compress(axis: Any, unit: float) -> None:
-    """Map linearly to `unit`, by logarithms beyond: one far point leaves room for others."""
+    """Make y linear up to `unit` and logarithmic beyond, so that outliers leave room for others."""
     from matplotlib.ticker import NullLocator
 
     axis.set_yscale("symlog", linthresh=unit)
@@ -304,12 +304,12 @@ def heat_map(
     """Draw a matrix as colors; NaN is gray.
 
     Args:
-        axis: to draw on.
+        axis: the axis to draw on.
         values: [rows columns].
-        norm: matplotlib's, from values to colors.
+        norm: matplotlib norm for the color map.
         colors: name of a color map.
         crosses: [rows columns], True where a red cross marks NaN or infinity.
-        text: format of the number that is written into each cell, such as ".0%"; empty for none.
+        text: format of the number written into each cell, such as ".0%"; empty for none.
 
     Returns:
         The image, for `Figure.colorbar`.

@@ -1,7 +1,7 @@
-"""One self-contained HTML page made of text, figures, tables and key figures.
+"""A self-contained HTML page of text, figures, tables and cards with key numbers.
 
-A page needs no network and no second file: pictures are embedded, styles and the few lines of
-script (sorting tables) are inline. It opens in any browser and prints.
+A page needs no network and no second file: images are embedded, and styles and the short script
+that sorts tables are inline. It opens in any browser and prints.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Cell:
     """A table cell.
 
     Args:
-        text: what is shown.
-        value: what sorting uses; NaN sorts last. None sorts by the text.
-        shade: 0 to 1, how strongly the cell is coloured; 0 is none.
-        note: shown where the pointer rests.
+        text: displayed text.
+        value: sort key; NaN sorts last. None sorts by the text.
+        shade: color intensity, 0 (none) to 1.
+        note: tooltip.
     """
 
     text: str
@@ -35,7 +35,7 @@ class Cell:
 
 
 def number(value: float, spec: str = ".3g", *, shade: float = 0.0) -> Cell:
-    """Return a numeric cell; NaN and infinity are shown as such and flagged."""
+    """Return a numeric cell; NaN and infinity are shown and flagged."""
     if not math.isfinite(value):
         return Cell(str(value), value, 1.0, "not finite")
     return Cell(format(value, spec), value, shade)
@@ -43,11 +43,11 @@ def number(value: float, spec: str = ".3g", *, shade: float = 0.0) -> Cell:
 
 @dataclass
 class Page:
-    """A page in the making; every method appends and returns the page.
+    """A page under construction; methods that append return the page.
 
     Args:
-        title: heading, and the browser's title.
-        subtitle: a line below it.
+        title: heading and browser title.
+        subtitle: line below the heading.
     """
 
     title: str
@@ -55,9 +55,9 @@ class Page:
     _blocks: list[dict[str, Any]] = field(default_factory=list)
 
     def section(self, title: str, *paragraphs: str, folded: bool = False) -> Page:
-        """Append a heading, which the table of contents lists, and plain-text paragraphs.
+        """Append a heading, listed in the table of contents, and plain-text paragraphs.
 
-        A folded section shows its heading alone, until the reader opens it.
+        A folded section shows only its heading until the reader opens it.
         """
         anchor = f"s{sum(block['kind'] == 'section' for block in self._blocks)}"
         block = {"kind": "section", "title": title, "anchor": anchor, "folded": folded}
@@ -70,17 +70,17 @@ class Page:
         return self
 
     def notice(self, text: str) -> Page:
-        """Append a line that must not be overlooked: something is missing or broken."""
+        """Append a prominent warning line, for missing or broken results."""
         self._blocks.append({"kind": "notice", "text": text})
         return self
 
     def cards(self, *cards: tuple[str, str, str]) -> Page:
-        """Append key figures side by side: (label, value, note) each."""
+        """Append cards with key numbers side by side: (label, value, note) each."""
         self._blocks.append({"kind": "cards", "cards": cards})
         return self
 
     def figure(self, picture: bytes | Path, caption: str, *, wide: bool = True) -> Page:
-        """Append a PNG picture, as bytes or as a file; `wide=False` lets two share a line."""
+        """Append a PNG, as bytes or as a file; `wide=False` lets two figures share a row."""
         data = picture if isinstance(picture, bytes) else picture.read_bytes()
         encoded = base64.b64encode(data).decode()
         self._blocks.append({"kind": "figure", "data": encoded, "caption": caption, "wide": wide})
@@ -89,12 +89,12 @@ class Page:
     def table(
         self, header: Sequence[str], rows: Sequence[Sequence[Cell | str]], caption: str = ""
     ) -> Page:
-        """Append a table that sorts by a click on a column's head."""
+        """Append a table that sorts on a click on a column header."""
         cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
         for row in cells:
             if len(row) != len(header):
                 raise ValueError(f"a row has {len(row)} cells, the header {len(header)}")
-        # Columns of words are set flush left, columns of numbers flush right.
+        # Text columns are left-aligned, number columns right-aligned.
         columns = list(zip(*cells)) if cells else [()] * len(header)
         words = [i for i, column in enumerate(columns) if all(c.value is None for c in column)]
         table = {"header": header, "rows": cells, "caption": caption, "words": words}
@@ -117,7 +117,7 @@ class Page:
         return template.render(title=self.title, subtitle=self.subtitle, blocks=self._blocks)
 
     def save(self, path: Path) -> None:
-        """Write the page, whole or not at all."""
-        # What UTF-8 cannot hold, half a surrogate pair out of a broken record, becomes "?".
+        """Write the page atomically."""
+        # Lone surrogates from a broken record, which UTF-8 cannot encode, become "?".
         page = self.render().encode("utf-8", errors="replace")
         write_atomically(path, lambda file: file.write(page))

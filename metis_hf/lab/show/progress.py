@@ -1,4 +1,4 @@
-"""Progress of a command's tasks: bars and the time left; lines in a log file."""
+"""Progress of a command's tasks: bars with the time left, or lines in a log file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-_LINE_SECONDS = 120  # between two lines where there are no bars
-_FEW = 3  # items; a task of more leaves its first timing out of the forecast
+_LINE_SECONDS = 120  # minimum time between two progress lines without a terminal
+_FEW = 3  # tasks with more items exclude their first timing from the forecast
 
 
 @dataclass
@@ -21,12 +21,12 @@ class _Task:
     cost: float
     done: int = 0
     ended: bool = False
-    bar: TaskID | None = None  # of a task that has begun
+    bar: TaskID | None = None  # set once the task has begun
     begun: float = 0.0
     last: float = 0.0
-    timed: int = 0  # items
-    seconds: float = 0.0  # of the timed items
-    first: tuple[int, float] | None = None  # items and seconds, with kernels being compiled
+    timed: int = 0  # number of timed items
+    seconds: float = 0.0  # total time of the timed items
+    first: tuple[int, float] | None = None  # first (items, seconds), with kernel compilation
 
     def add(self, items: int, seconds: float) -> None:
         if self.first is None and self.total > _FEW:
@@ -46,8 +46,8 @@ class _Task:
 class TaskProgress:
     """Shows tasks that consist of items, such as training runs and their steps.
 
-    On a terminal there is a bar for all tasks and one for each that is at work. Elsewhere, as in a
-    log file, there is a line where a task begins, one at most every two minutes, and one where a
+    On a terminal there is one bar for all tasks and one for each running task. Elsewhere, such as
+    in a log file, a line is printed when a task begins, then at most every two minutes, and when a
     task has a result.
 
     Example:
@@ -60,7 +60,7 @@ class TaskProgress:
         [1/2] loss: 4.21, 0 s
 
     Args:
-        console: where to print; None prints nothing.
+        console: console to print to; None prints nothing.
     """
 
     def __init__(self, console: Console | None) -> None:
@@ -78,18 +78,17 @@ class TaskProgress:
         self._all = self._bars.add_task("all", status="", visible=False)
         self._tasks: dict[str, _Task] = {}
         self._slots = 1
-        self._beside: list[float] = []  # seconds that each ended task spent beside its items
+        self._beside: list[float] = []  # seconds that each ended task spent outside its items
         self._last = self._last_line = 0.0
 
     @contextmanager
     def running(self, tasks: Mapping[str, tuple[int, float]], slots: int = 1) -> Iterator[None]:
-        """Show the bars while tasks are at work.
+        """Show the bars while tasks run.
 
         Args:
-            tasks: name -> (items, what an item costs relative to an item of another task). The
-                costs serve the forecast until a task's own items have been timed. Tasks without
-                items are left out.
-            slots: tasks at work at the same time; with one, tasks may still take turns.
+            tasks: name -> (number of items, relative cost of an item). The forecast uses the costs
+                until a task's own items have been timed. Tasks without items are left out.
+            slots: tasks that run at the same time; with one, tasks may still take turns.
         """
         self._tasks = {name: _Task(*task) for name, task in tasks.items() if task[0]}
         self._slots, self._beside = slots, []
@@ -100,11 +99,11 @@ class TaskProgress:
             yield
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def begin(self, name: str, status: str = "") -> None:
-        """Show that a task begins; `advance` does so for a task that has not begun."""
+        """Show that a task begins; `advance` calls this for a task that has not begun."""
         with self._lock:
             task = self._tasks[name]
             task.begun = task.last = time.monotonic()
@@ -118,10 +117,10 @@ class TaskProgress:
         """Show that items of a task are done.
 
         Args:
-            name: of the task.
-            done: items that are done; None adds one.
-            status: shown beside the bar, such as the loss.
-            reused: the items were there already, and their time says nothing about the others.
+            name: name of the task.
+            done: total number of finished items; None adds one.
+            status: text next to the bar, such as the loss.
+            reused: the items were already available, so their time is not counted.
         """
         with self._lock:
             task, now = self._tasks[name], time.monotonic()
@@ -137,18 +136,18 @@ class TaskProgress:
                 self._say(name, status, now)
 
     def status(self, name: str, status: str) -> None:
-        """Show what a task does beside its items."""
+        """Set the text next to the bar of a task that has begun."""
         with self._lock:
             bar = self._tasks[name].bar
             if bar is not None:
                 self._bars.update(bar, status=status)
 
     def finish(self, name: str, result: str = "") -> None:
-        """Show that a task has ended, maybe with fewer items than expected.
+        """Show that a task has ended, possibly with fewer items than expected.
 
         Args:
-            name: of the task; a name without items is ignored.
-            result: printed in a line that stays.
+            name: name of the task; tasks without items are ignored.
+            result: printed as a permanent line.
         """
         with self._lock:
             task, now = self._tasks.get(name), time.monotonic()
@@ -169,7 +168,7 @@ class TaskProgress:
                 self.note(f"[{ended}/{len(self._tasks)}] {name}: {result}, {took}")
 
     def _since(self, task: _Task) -> float:
-        """Return when the running item began; tasks that take turns share one clock."""
+        """Return the start time of the running item; tasks that take turns share one clock."""
         return task.last if self._slots > 1 else self._last
 
     def _update(self, task: _Task, status: str) -> None:
@@ -191,7 +190,7 @@ class TaskProgress:
         return "" if seconds is None else "about {}:{:02} left".format(*divmod(seconds, 60))
 
     def _time_left(self) -> int | None:
-        """Return the seconds until all tasks have ended; None as long as no item was timed."""
+        """Return the estimated seconds until all tasks end; None until an item has been timed."""
         paced = [(task, task.pace) for task in self._tasks.values()]
         known = [(pace, task.cost) for task, pace in paced if pace is not None]
         if not known:

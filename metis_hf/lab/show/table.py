@@ -1,4 +1,4 @@
-"""One table, a header and rows of cells as text, in markdown, for LaTeX, and for a terminal."""
+"""Formats a table (a header and rows of text cells) as markdown, as LaTeX, or for a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Cells = Sequence[str]
-_NAME = 30  # characters of a name that is not wrapped in a terminal
+_NAME = 30  # characters; names wrap in a terminal only if one is longer
 _LATEX = str.maketrans(
     {
         "&": r"\&",
@@ -31,19 +31,19 @@ _LATEX = str.maketrans(
 
 
 def markdown_table(header: Cells, rows: Sequence[Cells]) -> str:
-    """Return a table in GitHub's dialect; all columns but the first are aligned to the right."""
+    """Return a GitHub markdown table; all columns but the first are right-aligned."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
     lines = [[_markdown_cell(cell) for cell in cells] for cells in (header, rule, *rows)]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
 def _markdown_cell(text: str) -> str:
-    """Return a text that stays in its cell, such as the name of a file."""
+    """Escape text, such as a file name, so that it stays in its cell."""
     return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.splitlines()))
 
 
 def latex_table(header: Cells, rows: Sequence[Cells]) -> str:
-    """Return a `tabular` with booktabs rules; cells are LaTeX already (`latex_text`)."""
+    """Return a `tabular` with booktabs rules; cells must be LaTeX already (`latex_text`)."""
     lines = [f"\\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}", "\\toprule"]
     lines += [" & ".join(header) + " \\\\", "\\midrule"]
     lines += [" & ".join(cells) + " \\\\" for cells in rows]
@@ -51,19 +51,19 @@ def latex_table(header: Cells, rows: Sequence[Cells]) -> str:
 
 
 def latex_text(text: str) -> str:
-    """Return text with LaTeX's characters escaped; a hyphen before a number is a minus sign."""
+    """Escape LaTeX's special characters; a leading hyphen before a digit becomes a minus sign."""
     return re.sub(r"^-(?=\d)", "$-$", text.translate(_LATEX))
 
 
 def fitting(header: Cells, rows: Sequence[Cells], width: int, worth: Sequence[int]) -> list[int]:
-    """Return the columns, in their order, of which `terminal_table` breaks no cell.
+    """Return the columns, in order, that fit a terminal without breaking a cell.
 
     Args:
-        header: titles of the columns; their words stay whole.
+        header: column titles; they break only between words.
         rows: cells of each row.
-        width: of the terminal.
-        worth: columns besides the first, which is there in any case; those that no longer fit
-            beside the ones before them are left out.
+        width: terminal width in characters.
+        worth: columns by priority, without the first, which is always kept; a column that does
+            not fit in the remaining width is left out.
     """
     wide = [
         max(map(len, (*title.split(), *(row[index] for row in rows))), default=0) + 3
@@ -83,14 +83,14 @@ def terminal_table(
     """Return a table for `Console.print`.
 
     Args:
-        header: titles of the columns.
-        rows: cells of each row; the first one, a name, stays on a line of its own up to 30
-            characters, so that long ones leave the numbers room.
-        title: above the table.
-        styles: of each row, such as "bold"; none for rows beyond them.
+        header: column titles.
+        rows: cells of each row. The first cell is a name; names wrap only if one exceeds 30
+            characters, to leave room for the numbers.
+        title: title above the table.
+        styles: style of each row, such as "bold"; further rows have none.
     """
     from rich.table import Table
-    from rich.text import Text  # as strings, names with brackets would be read as markup
+    from rich.text import Text  # a plain str with brackets would be parsed as markup
 
     table = Table(title=Text(title, style="table.title"))
     short = all(len(cells[0]) <= _NAME for cells in rows)
