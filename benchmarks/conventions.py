@@ -1,8 +1,8 @@
-"""How other implementations compute NVFP4, each reduced to the lines in which it differs.
+"""NVFP4 as other implementations compute it, each reduced to the lines that differ.
 
-All take x [r c] (fp32, c a multiple of 16), round to nearest and return `Blocks` with codes and
-scales in the shape of x. Sources: TransformerEngine d0067d0, torchao 0.18.0, NVIDIA ModelOpt
-0.47.0, fouroversix dadfad6, Quartet-II 8776a90, the code released with arXiv 2509.00404.
+All functions take x [r c] (fp32, c a multiple of 16), round to nearest and return `Blocks` with
+codes and scales in the shape of x. Sources: TransformerEngine d0067d0, torchao 0.18.0, NVIDIA
+ModelOpt 0.47.0, fouroversix dadfad6, Quartet-II 8776a90, the code released with arXiv 2509.00404.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from metis_hf.numerics.formats import FLT_MAX
 from metis_hf.numerics.rounding import round_nearest
 
 TORCHAO_SMALLEST = 2.0**-6  # E4M3's smallest normal value
-MODELOPT_SMALLEST = 2.0**-9  # its smallest value
+MODELOPT_SMALLEST = 2.0**-9  # E4M3's smallest value
 
 
 def as_rows(blocks: Blocks) -> Blocks:
@@ -40,15 +40,15 @@ def nvfp4(
     round_twice: bool = False,
     clamp: bool = True,
 ) -> Blocks:
-    """Two-level NVFP4 with the details that implementations choose differently.
+    """Quantize to two-level NVFP4, with the details that differ between implementations.
 
     Args:
         largest: block scale of the tensor's largest block.
         smallest: lower bound of block scales.
         divide: x / (scale / S) instead of x times the rounded reciprocal.
         round_twice: (amax / 6) * S instead of amax * (S / 6).
-        clamp: whether scaled elements are clamped to 6; without it, what rounds to 8 does not fit
-            in three bits and packs to zero.
+        clamp: clamp scaled elements to 6; otherwise a value that rounds to 8 does not fit in three
+            bits and packs to zero.
     """
     blocks = x.unflatten(-1, (-1, 16))
     amax = blocks.abs().amax(-1, keepdim=True)
@@ -67,7 +67,7 @@ def nvfp4(
 
 
 def fp32_scale(x: Tensor, *, decode_in_e4m3: bool) -> Blocks:
-    """Codes from an unrounded block scale; decoded with it, or with its E4M3 rounding."""
+    """Encode with an unrounded block scale; decode with that scale or with its E4M3 rounding."""
     blocks = x.unflatten(-1, (-1, 16))
     scale = blocks.abs().amax(-1, keepdim=True) / E2M1.max + 1e-9
     codes = round_nearest((blocks / scale).clamp(-E2M1.max, E2M1.max), E2M1)
@@ -77,12 +77,12 @@ def fp32_scale(x: Tensor, *, decode_in_e4m3: bool) -> Blocks:
 
 
 def kernel_order(x: Tensor) -> Tensor:
-    """The values that TransformerEngine's dequantize kernel makes of the same bits."""
+    """Decode the same bits in the order of TransformerEngine's dequantize kernel."""
     blocks = as_rows(Quantizer().blocks(x))
     return blocks.codes * ((blocks.scale * x.abs().amax()) * (1 / (E2M1.max * E4M3.max)))
 
 
-# name -> (where, x -> blocks)
+# name -> (source, x -> blocks)
 CONVENTIONS: dict[str, tuple[str, Callable[[Tensor], Blocks]]] = {
     "ours": ("TransformerEngine", library()),
     "scale rounded up": ("the paper", library(scale_rounding="up")),

@@ -1,13 +1,13 @@
-"""Counts what a layer starts on a CUDA device, forward and backward, on a machine without one.
+"""Count the launches of a layer's forward and backward pass on CUDA, on a machine without a GPU.
 
     python benchmarks/counts.py            # half a minute
 
-The layer takes the way of a CUDA device, in bf16, with the CPU's operations, and no Triton kernel
-is launched: what kernels would write stays as it was allocated. Launches are counted by kernel,
-torch's operations by name: each that is not a view and does not merely allocate counts one, also
-where torch starts several kernels for it. So a GPU's profiler sees a little more: cuBLAS clears a
-workspace before a GEMM. The time is that of a small layer, nearly all of it Python's and the
-dispatcher's, without what Triton takes for a launch.
+The layer runs the CUDA code path in bf16 with CPU operations, and launches no Triton kernel: the
+outputs of the kernels stay uninitialized. Triton launches are counted by kernel and torch
+operations by name. Each operation that is not a view or a mere allocation counts as one, even if
+torch launches several kernels for it. So a GPU profiler shows a few more: cuBLAS clears a workspace
+before a GEMM, for example. The time is measured on a small layer and is nearly all Python and
+dispatcher overhead, without Triton's launch overhead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROUNDS = 20
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that start a kernel, by name, and launches of Triton's kernels."""
+    """Counts operations that start a kernel, and Triton launches, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class Launches(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Launches and operations together."""
+        """Return the number of launches and operations together."""
         return self.torch.total() + self.triton.total()
 
 
 class Compiled:
-    """Stands for a compiled kernel, which `on_cuda` counts and does not launch."""
+    """Stand-in for a compiled kernel, which `on_cuda` counts and does not launch."""
 
     def __init__(self, kernel: triton.JITFunction) -> None:
         self.kernel = kernel
@@ -74,7 +74,7 @@ class Compiled:
 
 @contextlib.contextmanager
 def on_cuda(count: Launches | None = None) -> Iterator[None]:
-    """Let tensors on the CPU take the way of a CUDA device; launch nothing."""
+    """Make CPU tensors take the CUDA code path, without launching anything."""
     mm, kernels_for = torch.mm, choice.kernels_for
 
     def launch(kernel: triton.JITFunction, *args: object, **options: object) -> Compiled:
@@ -89,7 +89,7 @@ def on_cuda(count: Launches | None = None) -> Iterator[None]:
     def product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if out_dtype is None:
             return mm(a, b)
-        if count is not None:  # CPUs have none
+        if count is not None:  # the CPU has no mm with out_dtype
             count.torch["mm"] += 1
         return torch.empty(len(a), b.shape[1], dtype=out_dtype)
 
@@ -112,7 +112,7 @@ def on_cuda(count: Launches | None = None) -> Iterator[None]:
 
 
 def step_of(scheme: str, shape: tuple[int, int, int] = SHAPE) -> Callable[[], None]:
-    """Forward and backward of one layer, whose input is another tensor in each call."""
+    """Return a forward and backward pass of one layer, with a new input tensor in each call."""
     tokens, inputs, outputs = shape
     linear = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
     module = linear if scheme == layer.NN_LINEAR else layer.converted(linear, scheme)
@@ -129,7 +129,7 @@ def step_of(scheme: str, shape: tuple[int, int, int] = SHAPE) -> Callable[[], No
 
 
 def launches(scheme: str, shape: tuple[int, int, int] = SHAPE) -> Launches:
-    """Count one step after the first, which makes constants, and finds subspaces that are kept."""
+    """Count the second step; the first one creates constants and finds kept subspaces."""
     step, count = step_of(scheme, shape), Launches()
     with on_cuda():
         step()
@@ -141,7 +141,7 @@ def launches(scheme: str, shape: tuple[int, int, int] = SHAPE) -> Launches:
 def python_ms(
     scheme: str, shape: tuple[int, int, int] = TIMED_SHAPE, rounds: int = ROUNDS
 ) -> float:
-    """Time a step; the fastest of some, since others only disturb."""
+    """Return the time of the fastest step, the one least disturbed by other processes."""
     step, times = step_of(scheme, shape), []
     with on_cuda():
         for _ in range(rounds):

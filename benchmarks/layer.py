@@ -1,11 +1,11 @@
-"""Times one linear layer, forward and backward, per scheme against nn.Linear, split by part.
+"""Time one linear layer, forward and backward, per scheme against nn.Linear, and by part.
 
     python benchmarks/layer.py            # three minutes on one core
     python benchmarks/layer.py --quick    # seconds
 
-The work is x [t i] -> y, then dx and dw from a given dy, without optimizer. Ratios are over
-nn.Linear in fp32 on the CPU, in bf16 on a GPU, round by round. Parts are timed apart, since that
-costs time itself. Writes results/layer.json and .png.
+A step computes y from x [t i], then dx and dw from a given dy, without an optimizer. Ratios are to
+nn.Linear in the same round, in fp32 on the CPU and in bf16 on a GPU. Parts are timed in separate
+steps, because timing them adds overhead. Writes results/layer.json and .png.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from metis_hf.training.layer_states import after_step
 
 SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")
 KEPT = "metis, kept subspaces"  # as in seven of eight steps with `subspace_interval=8`
-GPU_SCHEMES = ("nvfp4-rne", "quartet2", "four-over-six", "w4a4", KEPT)  # with Triton, beside those
+GPU_SCHEMES = ("nvfp4-rne", "quartet2", "four-over-six", "w4a4", KEPT)  # also timed with Triton
 SHAPES = [(8192, 1024, 1024), (2048, 256, 256), (1024, 64, 64)]  # tokens, in_features, out_features
 GPU_SHAPES = [(16384, 4096, 4096)]
 QUICK_SHAPES = [(256, 64, 64)]
 ROUNDS, PART_ROUNDS, BUDGET = 7, 3, 200.0
 NN_LINEAR, PAPER = "nn.Linear", "paper's code"
-WHOLE = (NN_LINEAR, PAPER, "bf16")  # their GEMMs are not the package's: not taken apart
+WHOLE = (NN_LINEAR, PAPER, "bf16")  # not split by part: they do not use the package's GEMMs
 
 
 def step_of(layer: nn.Module, x: Tensor, dy: Tensor, kernels: str | None) -> Callable[[], None]:
-    """Forward and backward; gradients are dropped at the end, as after an optimizer's step.
+    """Return a forward and backward pass that drops the gradients at the end.
 
-    Each step has a tensor of its own: a layer keeps the input that was encoded last.
+    Each step closure has its own copy of x, because a layer caches the input it encoded last.
     """
     x = x.clone()
 
@@ -72,7 +72,7 @@ def step_of(layer: nn.Module, x: Tensor, dy: Tensor, kernels: str | None) -> Cal
 
 
 def realistic(tokens: int, width: int, seed: int, device: torch.device) -> Tensor:
-    """[t c] with a few strong directions, in fp32."""
+    """Return a fp32 matrix [t c] with a few strong directions."""
     generator = torch.Generator().manual_seed(seed)
     strong = torch.randn(tokens, 8, generator=generator) @ torch.randn(
         8, width, generator=generator
@@ -81,7 +81,7 @@ def realistic(tokens: int, width: int, seed: int, device: torch.device) -> Tenso
 
 
 def converted(linear: nn.Linear, scheme: str) -> MetisLayer:
-    """The layer in training, under a scheme or `KEPT`."""
+    """Return the layer converted to a scheme or to `KEPT`, in training mode."""
     kept = scheme == KEPT
     config = MetisConfig(subspace_interval=2**30) if kept else MetisConfig(scheme=scheme)
     return convert_linear(linear, config, name="layer").train()
@@ -94,10 +94,10 @@ def cases(
     kernels: Sequence[str] | None = None,
     other_dtype: bool = True,
 ) -> list[tuple[Row, Callable[[], None]]]:
-    """(row, step) of nn.Linear, then of each scheme with each of the kernels (None: all).
+    """Return (row, step) of nn.Linear, then of each scheme with each of the kernels (None: all).
 
-    Last `metis` with the last kernels, and nn.Linear, in bf16 on a CPU and in fp32 on a GPU, if
-    `other_dtype`.
+    With `other_dtype`, nn.Linear and `metis` (last kernels) follow in the other dtype: bf16 on a
+    CPU, fp32 on a GPU.
     """
     chosen = available(device) if kernels is None else list(kernels)
     tokens, inputs, outputs = shape
@@ -130,7 +130,7 @@ def cases(
     if paper is not None:
         rank = max(1, round(MetisConfig().rank_frac * min(inputs, outputs)))
         peer = peers.PaperLayer(paper, linear(), rank)
-        # It wants [b s c].
+        # The paper's layer takes [b s c].
         row = {"name": PAPER, "dtype": "float32", "kernels": None}
         rows = (4, tokens // 4, -1)
         found.append((row, step_of(peer, x.view(rows), dy.view(rows), None)))
@@ -146,10 +146,10 @@ def measure(
     kernels: Sequence[str] | None = None,
     other_dtype: bool = True,
 ) -> list[Row]:
-    """Times and parts of each case; `kernels` and `other_dtype` as in `cases`.
+    """Return the times and parts of each case; `kernels` and `other_dtype` as in `cases`.
 
-    On a GPU also the most memory that a step takes, and the time of its CUDA graph: without what
-    Python takes to start each operation.
+    On a GPU, rows also have a step's peak memory, and the time of its CUDA graph, which excludes
+    Python overhead.
     """
     found = cases(shape, device, paper, kernels, other_dtype)
     times = interleave([step for _, step in found], rounds, budget=budget, device=device)
@@ -175,7 +175,7 @@ def measure(
 def measure_peers(
     shape: tuple[int, int, int], rounds: int, budget: float, device: torch.device, folder: Path
 ) -> Row:
-    """Times of nn.Linear in bf16 and of other libraries' layers, and why some are left out."""
+    """Time nn.Linear in bf16 and other libraries' layers; give reasons for missing ones."""
     tokens, inputs, outputs = shape
     x, dy = realistic(tokens, inputs, 0, device), realistic(tokens, outputs, 1, device) * 1e-3
 
@@ -186,7 +186,7 @@ def measure_peers(
     plain = linear().to(device, torch.bfloat16)
     found = [(NN_LINEAR, torch.bfloat16, step_of(plain, x.bfloat16(), dy.bfloat16(), None))]
     without = []
-    # Their compiled forms are no faster, and take minutes.
+    # Compiling these layers takes minutes and makes none faster.
     with torch.compiler.set_stance("force_eager"):
         for name, peer, layer in peers.layers(folder, linear, device):
             reason = layer if isinstance(layer, str) else None
@@ -213,7 +213,7 @@ def measure_peers(
 
 
 def _under_autocast(step: Callable[[], None]) -> None:
-    """As Quartet-II trains."""
+    """Run the step under bf16 autocast, as Quartet-II trains."""
     with torch.autocast("cuda", torch.bfloat16):
         step()
 
@@ -225,7 +225,7 @@ def add_recorded(
     budget: float,
     device: torch.device,
 ) -> None:
-    """Add times of the steps' CUDA graphs, in ms and over the first one's, or why not."""
+    """Add the times of the steps' CUDA graphs, in ms and over the first one's, or the reason."""
     plays = []
     for row, step in zip(rows, steps):
         try:
@@ -266,7 +266,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _parts(row: Row) -> dict[str, float] | None:
-    """Return ms by part; None of what is not taken apart (older records hold a rest of all)."""
+    """Return ms by part; None for `WHOLE` (in older records all of its time is `rest`)."""
     return None if row["name"] in WHOLE else row.get("parts_ms")
 
 
@@ -275,7 +275,7 @@ def _split(rows: list[Row]) -> list[Row]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Stacked parts of the first shape, over nn.Linear."""
+    """Draw the parts of the first shape as stacked bars, relative to nn.Linear."""
     shape = rows[0]["shape"]
     base = rows[0]
     shown = [row for row in _split(rows) if row["shape"] == shape and row["dtype"] == base["dtype"]]

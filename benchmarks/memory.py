@@ -1,4 +1,4 @@
-"""Memory that benchmarks report: the most in use during a block, and sizes as text."""
+"""Memory in benchmarks: the peak during a block, and sizes as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[dict[str, int]]:
-    """{"bytes": the highest use inside, over that before}; empty where nobody counts."""
+    """Yield {"bytes": peak inside the block, above the use before}; empty if not measurable."""
     found: dict[str, int] = {}
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -34,7 +34,7 @@ def peak_memory(device: torch.device) -> Iterator[dict[str, int]]:
 
 
 def _status(field: str) -> int:
-    """A size of /proc/self/status, in bytes."""
+    """Return a size from /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 

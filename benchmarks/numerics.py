@@ -1,10 +1,10 @@
-"""Measures what each choice in the arithmetic costs, and writes benchmarks/numerics.md from it.
+"""Measure the cost of each choice in the arithmetic, and write benchmarks/numerics.md.
 
     python benchmarks/numerics.py            # measure (about a minute), then write
     python benchmarks/numerics.py --render   # write again from results/numerics.json
 
-Every figure is a property of the numbers, not of the machine: seeds are fixed, so two runs agree to
-the digits shown. The tables also go into eval/results/report/numerics.md, between its markers.
+The figures do not depend on the machine: seeds are fixed, so two runs agree to the digits shown.
+The tables also go into eval/results/report/numerics.md, between its markers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JSON = ROOT / "results" / "numerics.json"
 REPORT = ROOT / "numerics.md"
 DOCS = ROOT.parent / "eval" / "results" / "report" / "numerics.md"
 
-ANOTHER_CODE = 0.01  # a neighbouring code or E4M3 scale is at least 6 % away
+ANOTHER_CODE = 0.01  # neighboring codes and E4M3 scales are at least 6 % apart
 Table = dict[str, Any]  # {"title", "note", "columns", "rows"}
 
 
@@ -50,13 +50,13 @@ def orthogonal(n: int, k: int, seed: int) -> Tensor:
 
 
 def power_law(n: int, exponent: float, seed: int = 0) -> Tensor:
-    """[n n] with singular values i^-exponent and random singular vectors."""
+    """Return [n n] with singular values i^-exponent and random singular vectors."""
     s = torch.arange(1, n + 1, dtype=torch.float64) ** -exponent
     return ((orthogonal(n, n, seed) * s) @ orthogonal(n, n, seed + 1).T).float()
 
 
 def with_top_energy(n: int, k: int, energy: float, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """x [n n] and its k dominant singular vectors u, v, which hold this share of |x|^2."""
+    """Return x [n n] and its k dominant singular vectors u, v, which hold `energy` of |x|^2."""
     noise = torch.randn(n, n, generator=seeded(seed), dtype=torch.float64)
     u, v = orthogonal(n, k, seed + 1), orthogonal(n, k, seed + 2)
     noise = noise - u @ (u.T @ noise)
@@ -81,7 +81,7 @@ def distributions(n: int = 1024) -> dict[str, Tensor]:
 
 
 def percent(share: float) -> str:
-    """Two significant digits; a plain 0 means none at all."""
+    """Format with two significant digits; a plain 0 means exactly zero."""
     return "0" if share == 0 else f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"
 
 
@@ -123,7 +123,7 @@ def sqnr_by_format() -> Table:
 
 
 def disagreement() -> Table:
-    """How far other conventions are from TransformerEngine's, code by code."""
+    """Compare other conventions with TransformerEngine's, element by element."""
     normal = torch.randn(1024, 1024, generator=seeded(0))
     wide = normal * torch.exp2(torch.rand(1024, 1, generator=seeded(1)) * 24 - 12)
     tensors = {"normal": normal, "bf16 values": normal.bfloat16().float(), "wide rows": wide}
@@ -151,7 +151,7 @@ def disagreement() -> Table:
 
 
 def final_product() -> Table:
-    """The only place where two ways to decode the same bits differ."""
+    """Compare the two orders of the decoding products, the only difference for the same bits."""
     x = torch.randn(1024, 1024, generator=seeded(0))
     ours, kernel = Quantizer()(x), kernel_order(x)
     ulp = ((ours - kernel).abs() / ours.abs().clamp_min(1e-30)).max().item()
@@ -167,7 +167,7 @@ def final_product() -> Table:
 
 
 def gain(x: Tensor, q: Tensor) -> str:
-    """<x, q> / <x, x> and the standard error that its noise gives it."""
+    """Return <x, q> / <x, x> and its standard error."""
     x, q = x.double(), q.double()
     energy = x.square().sum()
     error = (x * (q - x)).square().sum().sqrt() / energy
@@ -175,7 +175,7 @@ def gain(x: Tensor, q: Tensor) -> str:
 
 
 def stochastic_bias() -> Table:
-    """Gain <x, q> / <x, x> of stochastic rounding: 1 if unbiased."""
+    """Measure the gain <x, q> / <x, x> of stochastic rounding, which is 1 if unbiased."""
     rows = []
     tensors = distributions()
     for name in ("normal", "Student t3", "uniform"):
@@ -241,7 +241,7 @@ def split() -> Table:
 
 
 def gemm_errors() -> Table:
-    """y, dx, dw of one layer under each scheme and operand mode."""
+    """Measure the errors of y, dx, dw of one layer under each scheme and operand mode."""
     tokens, width = 512, 512
     torch.manual_seed(0)
     linear = nn.Linear(width, width, bias=False)
@@ -265,7 +265,7 @@ def gemm_errors() -> Table:
         for mode in ("shared", "contraction"):
             config = MetisConfig(scheme=scheme, operand_mode=mode)
             if scheme == "nvidia" and mode == "shared":
-                continue  # it has none
+                continue  # nvidia has no shared mode
             linear.zero_grad()
             found = run(convert_linear(linear, replace(config), name="layer").train())
             errors = [relative_error(e, f).item() for e, f in zip(exact, found)]
@@ -295,13 +295,13 @@ SECTIONS: dict[str, Callable[[], Table]] = {
 
 
 def markdown(table: Table) -> str:
-    """A table with its note, without its title."""
+    """Return a table and its note, without the title."""
     lines = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines) + f"\n{table['note']}\n"
 
 
 def report(record: dict[str, Any]) -> str:
-    """benchmarks/numerics.md."""
+    """Return the text of benchmarks/numerics.md."""
     parts = [
         "# What each choice in the arithmetic costs\n",
         "Written by `python benchmarks/numerics.py`; the record is "
@@ -313,7 +313,7 @@ def report(record: dict[str, Any]) -> str:
 
 
 def with_tables(page: str, record: dict[str, Any]) -> str:
-    """A page with each `<!-- table: name -->` ... `<!-- end -->` filled."""
+    """Return a page with each `<!-- table: name -->` ... `<!-- end -->` filled."""
 
     def fill(match: re.Match[str]) -> str:
         return f"{match[1]}{markdown(record['tables'][match[2]])}{match[3]}"

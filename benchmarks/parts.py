@@ -1,4 +1,4 @@
-"""Splits the time of a layer's step by part, with functions of the package wrapped."""
+"""Split the time of a layer's step by part, by wrapping functions of the package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GEMMS, QUANTIZE, SUBSPACE, PROJECT = "GEMMs", "quantize", "subspace", "project"
 LOW_RANK, WEIGHT, ROTATE, REST = "low-rank and residual", "weight factors", "rotate", "rest"
 CORRECT = "corrections"
 NAMES = (GEMMS, QUANTIZE, SUBSPACE, PROJECT, LOW_RANK, CORRECT, WEIGHT, ROTATE, REST)
-# A part is what runs in these and not in those of another part that they call.
+# The time of a part excludes calls to functions of other parts.
 _WRAPPED: list[tuple[Any, str, str]] = [
     (gemm, "contract", GEMMS),
     (kernels, "fake_quantize", QUANTIZE),
@@ -48,7 +48,7 @@ _WRAPPED: list[tuple[Any, str, str]] = [
 
 
 class Stopwatch:
-    """Seconds by part; nested parts are taken out of the one around them."""
+    """Seconds by part; the time of a nested part is subtracted from the enclosing part."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -78,7 +78,7 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def watching(device: torch.device) -> Iterator[Stopwatch]:
-    """A stopwatch that the package's functions report to inside the block."""
+    """Yield a stopwatch to which the wrapped functions report inside the block."""
     watch = Stopwatch(device)
     with contextlib.ExitStack() as stack:
         for owner, name, part in _WRAPPED:
@@ -88,7 +88,7 @@ def watching(device: torch.device) -> Iterator[Stopwatch]:
 
 
 def by_part(step: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Seconds of each part in one call of `step`, the rest included."""
+    """Return the seconds of each part, including the rest, in one call of `step`."""
     with watching(device) as watch:
         started = watch.clock()
         step()

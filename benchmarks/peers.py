@@ -1,8 +1,8 @@
-"""Quantizers and layers of other libraries behind one call, where they can be imported.
+"""Quantizers and layers of other libraries behind one interface, if they can be imported.
 
-torchao and modelopt are looked for in the folder `oracles` of the environment too, where `make`
-installs them. Layers come from checkouts: `LAYERS` says which, by the name of the folder. What they
-import and a layer does not need is left out or stands in.
+torchao and modelopt may also be in the environment's folder `oracles`, where `make` installs them.
+Layers come from checkouts, which `LAYERS` names by folder. Imports that a layer does not need are
+skipped or stubbed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Call = Callable[[], object]
 
 
 def _see_oracles() -> None:
-    """What `make` installs apart, since transformers takes it for its own where it finds it."""
+    """Add `oracles` to the path, a separate folder because transformers uses what it can import."""
     folder = str(Path(sys.prefix) / "oracles")
     if folder not in sys.path:
         sys.path.append(folder)
@@ -68,7 +68,7 @@ def compressed_tensors(x: Tensor) -> Call:
 
 
 def ml_dtypes(x: Tensor) -> Call:
-    """The casts are the library's, the two levels of scales numpy around them."""
+    """Return a call with the library's casts and two levels of scales in numpy."""
     dtypes = importlib.import_module("ml_dtypes")
     array = x.float().numpy()
 
@@ -86,7 +86,7 @@ def ml_dtypes(x: Tensor) -> Call:
 def modelopt(x: Tensor) -> Call:
     _see_oracles()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the versions that it finds beside it
+        warnings.simplefilter("ignore")  # modelopt warns about the installed versions
         from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     def call() -> Tensor:
@@ -107,7 +107,7 @@ QUANTIZERS: dict[str, Callable[[Tensor], Call]] = {
 
 
 def usable(make: Callable[[], Call], name: str) -> Call | None:
-    """The call, run once; None, with a line on stderr, where it cannot be."""
+    """Make and run a call once, and return it; on failure print a line to stderr, return None."""
     try:
         call = make()
         call()
@@ -120,23 +120,23 @@ def usable(make: Callable[[], Call], name: str) -> Call | None:
 
 @contextlib.contextmanager
 def standing_in(modules: dict[str, types.ModuleType], path: Path) -> Iterator[None]:
-    """Let modules be imported from a folder, and these in place of others where there are none."""
+    """Make a folder's modules importable, with stubs for modules that are not imported yet."""
     missing = [name for name in modules if name not in sys.modules]
     sys.modules.update({name: modules[name] for name in missing})
     try:
         with mock.patch.object(sys, "path", [str(path), *sys.path]):
             yield
     finally:
-        # These alone: what else was imported cannot be imported a second time.
+        # Remove only the stubs: other imported modules cannot be imported a second time.
         for name in missing:
             del sys.modules[name]
 
 
 @functools.lru_cache
 def paper_module(path: Path) -> Any:
-    """`Metis.bitlinear` of a checkout of github.com/sii-research/Metis.
+    """Import `Metis.bitlinear` from a checkout of github.com/sii-research/Metis.
 
-    It imports TransformerEngine at the top, and uses it for options that are off here.
+    The module imports TransformerEngine, but uses it only for options that are off here.
     """
     engine = ("transformer_engine", "transformer_engine.pytorch")
     with standing_in({name: types.ModuleType(name) for name in engine}, path):
@@ -144,7 +144,7 @@ def paper_module(path: Path) -> Any:
 
 
 def paper_quantizer(path: Path, x: Tensor) -> Call:
-    """Its FP4 blocks of 1 x 16: stochastic rounding, one level of fp32 scales."""
+    """Return a call of the paper's FP4 blocks of 1 x 16: stochastic, one level of fp32 scales."""
     module = paper_module(path)
     quantizer = module.Cast2Fp4e2m1Block
     module.BlockQuantFunc.block_shape = (1, BLOCK)
@@ -159,8 +159,8 @@ def paper_quantizer(path: Path, x: Tensor) -> Call:
 class PaperLayer(nn.Module):
     """A layer of the paper's code with its splits on: `BitLinear.forward` after `BitLinear.split`.
 
-    `split` itself runs on a GPU only. Activations and gradients: one power iteration from the
-    subspace of the step before, over all rows.
+    `split` itself runs only on a GPU, so this class repeats it. Subspaces of activations and
+    gradients take one power iteration over all rows, from the previous step's subspace.
     """
 
     def __init__(self, path: Path, linear: nn.Linear, rank: int, device: str = "cpu") -> None:
@@ -193,7 +193,7 @@ class PaperLayer(nn.Module):
 
 
 def _hadamard(size: int) -> np.ndarray:
-    """Sylvester's matrix of +1 and -1, as scipy gives it."""
+    """Return Sylvester's matrix of +1 and -1, as in scipy."""
     found = np.ones((1, 1))
     while len(found) < size:
         found = np.kron([[1, 1], [1, -1]], found)
@@ -201,10 +201,10 @@ def _hadamard(size: int) -> np.ndarray:
 
 
 def _quartet2(path: Path, four_over_six: bool, linear: nn.Linear) -> nn.Module:
-    """A layer of github.com/IST-DASLab/Quartet-II in training, which computes under autocast."""
+    """Return a training layer of github.com/IST-DASLab/Quartet-II, which needs autocast."""
     folders = ("models", "models.quantization", "models.quantization.quantizers")
     packages = {}
-    for name in (*folders, "models.quantization.schemes"):  # their own import every scheme
+    for name in (*folders, "models.quantization.schemes"):  # the real ones import every scheme
         packages[name] = types.ModuleType(name)
         packages[name].__path__ = [str(path / "src" / name.replace(".", "/"))]
     if importlib.util.find_spec("scipy") is None:
@@ -219,10 +219,10 @@ def _quartet2(path: Path, four_over_six: bool, linear: nn.Linear) -> nn.Module:
 
 
 def _fouroversix(path: Path, linear: nn.Linear) -> nn.Module:
-    """A layer of github.com/mit-han-lab/fouroversix by its training recipe, emulated."""
+    """Return a layer of github.com/mit-han-lab/fouroversix with its training recipe, emulated."""
     version = importlib.metadata.version
 
-    def known(name: str) -> str:  # it is not installed
+    def known(name: str) -> str:  # the package asks for its own version but is not installed
         return "0" if name == "fouroversix" else version(name)
 
     with mock.patch.object(importlib.metadata, "version", known), standing_in({}, path / "src"):
@@ -243,9 +243,9 @@ class Peer(NamedTuple):
 
     Attributes:
         folder: name of its checkout.
-        make: (checkout, nn.Linear in fp32) -> layer of its weights, for [b s c].
+        make: (checkout, nn.Linear in fp32) -> layer with the same weights, for inputs [b s c].
         dtype: of inputs and parameters.
-        autocast: bf16, around both passes.
+        autocast: run both passes under bf16 autocast.
     """
 
     folder: str
@@ -267,7 +267,7 @@ LAYERS = {
 
 
 def layers(folder: Path, linear: Callable[[], nn.Linear], device: torch.device) -> Iterator[Any]:
-    """(name, peer, layer on the device) of `LAYERS`, or (name, peer, why there is none)."""
+    """Yield (name, peer, layer on the device) of `LAYERS`, or (name, peer, reason for none)."""
     for name, peer in LAYERS.items():
         path = folder / peer.folder
         if not path.is_dir():

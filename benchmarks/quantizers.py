@@ -1,10 +1,10 @@
-"""Times fake quantization against a copy of the same tensor: our kernels and other libraries.
+"""Time fake quantization against a copy of the same tensor: our kernels and other libraries.
 
     python benchmarks/quantizers.py            # two minutes on one core
     python benchmarks/quantizers.py --quick    # seconds
 
-Ratios are over a copy of the fp32 tensor of that shape, round by round. A call begins with empty
-caches of a CPU, as many do in a training step. Writes results/quantizers.json and .png.
+Ratios are to a copy of the fp32 tensor of that shape in the same round. Each call starts with cold
+CPU caches, as many calls in a training step do. Writes results/quantizers.json and .png.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ QUANTIZERS = {
     "mxfp4": {"fmt": "mxfp4"},
 }
 REFERENCE_ONLY = ("mxfp4",)
-# Of the first one: what is saved for the backward pass, and reading it there.
+# Packing (what is saved for the backward pass) and unpacking with the first quantizer.
 HALVES = PACK, UNPACK = ("nvfp4, pack", "nvfp4, unpack")
 SHAPES = [(4096, 1024), (1024, 4096), (1024, 128)]
 QUICK_SHAPES = [(512, 512)]
@@ -76,7 +76,7 @@ def ours(x: Tensor, name: str, kernels: str) -> Callable[[], Tensor]:
 
 def half(x: Tensor, name: str, kernels: str) -> Callable[[], object]:
     quantizer, (rows, columns) = Quantizer(), x.shape
-    with use_kernels("reference"):  # the first call of the others is timed
+    with use_kernels("reference"):  # not `kernels`: their first call is timed
         packed = pack(x, quantizer)
 
     def call() -> object:
@@ -89,7 +89,7 @@ def half(x: Tensor, name: str, kernels: str) -> Callable[[], object]:
 
 
 def available(device: torch.device) -> list[str]:
-    """Kernels that run here; METIS_KERNELS=reference leaves that one."""
+    """Return the kernels that run here; METIS_KERNELS=reference leaves only the reference."""
     if os.environ.get(ENVIRONMENT) == "reference":
         return ["reference"]
     found = ["reference"]
@@ -103,12 +103,12 @@ def available(device: torch.device) -> list[str]:
 
 
 def covered(name: str, kernels: str) -> bool:
-    """Whether kernels compute a quantizer themselves."""
+    """Return whether these kernels implement a quantizer."""
     return kernels == "reference" or name not in REFERENCE_ONLY
 
 
 def own_cases(x: Tensor, names: Sequence[str], kernels: Sequence[str]) -> list[Case]:
-    """Calls that quantize x, or do a half of it, with each of our kernels."""
+    """Return calls that quantize, pack or unpack x with each of our kernels."""
     kind = str(x.dtype).split(".")[1]
     return [
         (
@@ -179,7 +179,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Ratios of the first shape in fp32; a bar per quantizer and implementation."""
+    """Draw the ratios of the first shape in fp32, a bar per quantizer and implementation."""
     shape = rows[0]["shape"]
     rows = [row for row in rows if row["shape"] == shape and row["dtype"] == "float32"]
     rows.sort(key=lambda row: row["ratio"])

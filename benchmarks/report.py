@@ -1,8 +1,8 @@
-"""Writes the tables of docs/performance.md and benchmarks/README.md from results/*.json.
+"""Write the tables of docs/performance.md and benchmarks/README.md from results/*.json.
 
     python benchmarks/report.py
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. No number is written by hand.
+Each table goes between `<!-- table: NAME -->` and `<!-- end -->`. No number is written by hand.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def value(row: Row | None, key: str = "ratio") -> float | None:
 
 
 class Measured(NamedTuple):
-    """A number of the records, and the rounds of its timing (None: bytes are counted)."""
+    """A number from the records, and the rounds of its timing (None for counted bytes)."""
 
     value: float
     rounds: int | None = None
 
 
 def measured(row: Row | None, key: str = "ratio", unit: float = 1.0) -> Measured | None:
-    """A number of a row in another unit; only what was timed has quartiles, and rounds."""
+    """Return a number of a row divided by `unit`; only timed numbers have quartiles and rounds."""
     if row is None:
         return None
     return Measured(row[key] / unit, row["rounds"] if f"quartiles_{key}" in row else None)
@@ -64,7 +64,7 @@ def measured(row: Row | None, key: str = "ratio", unit: float = 1.0) -> Measured
 
 
 class Target(NamedTuple):
-    """A limit, and the number in the records that it is held against (None: not measured)."""
+    """A limit, and the function that finds the recorded number (None: not measured)."""
 
     what: str
     limit: float
@@ -98,7 +98,7 @@ def paper_over_ours() -> Measured | None:
 
 
 def share(*names: str) -> Callable[[], Measured | None]:
-    """Percent of the metis layer's time."""
+    """Return a function for the parts' percentage of the metis layer's time."""
 
     def measure() -> Measured | None:
         row = layer_row("metis")
@@ -140,19 +140,19 @@ def first_step_seconds() -> Measured | None:
 
 
 def gpu_records() -> dict[str, Row]:
-    """Name -> what `make gpu` wrote on a machine."""
+    """Return name -> record of `make gpu` on one machine."""
     return {path.stem: read(path.stem) for path in sorted(RESULTS.glob("gpu-*.json"))}
 
 
 def gpu_layer_ratio(name: str) -> Callable[[], Measured | None]:
-    """Of an H100 or H200, which multiply at the same rate."""
+    """Return a function for the ratio on an H100 or H200, whose peak FLOP rates are equal."""
 
     def measure() -> Measured | None:
         wanted = {"name": name, "kernels": "triton", "dtype": "bfloat16", "shape": GPU_SHAPE}
         for record in gpu_records().values():
             items = record["parts"].get("layer", {}).get("items", {}).values()
             rows = [row for item in items for row in item.get("rows", ())]
-            row = find(rows[::-1], **wanted)  # the last one is the latest
+            row = find(rows[::-1], **wanted)  # the latest row
             if row is not None and re.search("H100|H200", record["machine"].get("gpu", "")):
                 return measured(row)
         return None
@@ -213,7 +213,7 @@ def targets_markdown() -> str:
 
 
 def beyond_markdown() -> str:
-    """Time that a layer adds to nn.Linear's."""
+    """Return the table of the time that each layer adds to nn.Linear."""
     base, ours = layer_row(layer.NN_LINEAR, None), layer_row("metis")
     assert base is not None
     assert ours is not None
@@ -228,7 +228,7 @@ def beyond_markdown() -> str:
 
 
 def headline_markdown() -> str:
-    """What each scheme costs: a layer, and the steps of two models."""
+    """Return the table of each scheme's cost: one layer, and the steps of the models."""
     steps = read("step")["rows"]
     models = list(dict.fromkeys(row["model"] for row in steps))
 
@@ -294,7 +294,7 @@ def first_step_markdown() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Name -> markdown, of all tables that a page may show."""
+    """Return name -> markdown for all tables that a page may show."""
     rows = read("quantizers")["rows"]
     quantized = [row for row in rows if row["shape"] == QUANTIZED_SHAPE]
     reached, sweeps = read("roofline"), read("scaling")
@@ -318,7 +318,7 @@ def tables() -> dict[str, str]:
 
 
 def with_tables(page: str, found: dict[str, str]) -> str:
-    """A page with each `<!-- table: name -->` ... `<!-- end -->` filled; other names stay."""
+    """Return a page with each known `<!-- table: name -->` ... `<!-- end -->` filled."""
 
     def fill(match: re.Match[str]) -> str:
         if match[2] not in found:

@@ -1,13 +1,14 @@
-"""Bytes that operands move, the bandwidth that kernels reach, and steps that do not fit here.
+"""Measure memory traffic and bandwidth, and predict layer steps at larger sizes.
 
     python benchmarks/roofline.py                  # a minute on one core
     python benchmarks/roofline.py --device cuda    # the same on a GPU
 
-1. Bytes moved to make one operand, counted at the dispatcher (`traffic`), over those of a copy.
-2. Those bytes over the measured time of a quantizer: the bandwidth it reaches, over a copy's.
-3. A layer's step for sizes that do not fit here: FLOPs of its GEMMs at the rate of the unquantized
-   layer, plus all other bytes at the rate that the scheme reached at a size that fits; checked at
-   another size that fits. With a GPU's data sheet in place of rates it is a lower bound.
+1. Bytes moved to make one operand, counted at the dispatcher (`traffic`), over the bytes of a copy.
+2. Bytes moved by a quantizer over its measured time: its bandwidth, over a copy's bandwidth.
+3. A predicted layer step for sizes that do not fit here: the FLOPs of its GEMMs at the rate of the
+   unquantized layer, plus all other bytes at the scheme's measured rate at a size that fits. The
+   prediction is checked at another size that fits. With a GPU's data sheet in place of measured
+   rates it is a lower bound.
 
 Writes results/roofline.json and .png.
 """
@@ -63,10 +64,10 @@ QUANTIZERS = {
     "nvfp4, stochastic": Quantizer(rounding="stochastic"),  # type: ignore[arg-type]
 }
 ROUNDS, BUDGET = 9, 40.0
-# Bytes grow with the product of two dimensions: counted with each this many times smaller.
+# Bytes and FLOPs are counted at dimensions that are smaller by this factor, then scaled up.
 REDUCTION = 8
 CONTROL = "bf16"
-# A data sheet: dense bf16 without sparsity, HBM.
+# From the data sheet: dense bf16 without sparsity, HBM.
 HERE, GPU = "this machine", "H100 SXM, data sheet"
 GPU_FLOPS, GPU_BANDWIDTH = 989e12, 3.35e12
 
@@ -74,7 +75,7 @@ GPU_FLOPS, GPU_BANDWIDTH = 989e12, 3.35e12
 class Sizes(NamedTuple):
     """Layers as (tokens, in_features, out_features)."""
 
-    fitted: tuple[int, int, int]  # measured: where rates come from
+    fitted: tuple[int, int, int]  # measured; gives the rates
     checked: tuple[int, int, int]  # measured and predicted
     predicted: tuple[tuple[int, int, int], ...]
 
@@ -102,7 +103,7 @@ def operand_traffic(kernels: list[str], rows: int, device: torch.device) -> list
 
 
 def bandwidths(kernels: list[str], rows: int, rounds: int, device: torch.device) -> list[Row]:
-    """GB/s of quantizers by their counted bytes, and of a copy."""
+    """Return the GB/s of quantizers, from their counted bytes, and of a copy."""
     x = realistic(rows, 1024, 0, device)
     target = torch.empty_like(x)
     cases: list[tuple[Row, Callable[[], object]]] = [
@@ -152,7 +153,7 @@ def rank_of(shape: tuple[int, int, int]) -> int:
 def count(
     scheme: str, shape: tuple[int, int, int], dtype: torch.dtype, kernels: str
 ) -> tuple[float, float]:
-    """(FLOPs of the GEMMs, all other bytes) of a layer's step, counted at a smaller size."""
+    """Return (GEMM FLOPs, all other bytes) of a layer's step, counted at a smaller size."""
     n = min(REDUCTION, *(size // 64 for size in shape))
     small = (shape[0] // n, shape[1] // n, shape[2] // n)
     rank = max(1, rank_of(shape) // n)
@@ -166,7 +167,7 @@ def count(
 def predictions(
     sizes: Sizes, kernels: str, rounds: int, device: torch.device
 ) -> tuple[list[Row], list[Row]]:
-    """(rates of this machine by scheme, predicted steps)."""
+    """Return (rates of this machine by scheme, predicted steps)."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     measured = {
         shape: step_times(shape, dtype, rounds, device) for shape in (sizes.fitted, sizes.checked)
@@ -198,7 +199,7 @@ def predictions(
 def step_times(
     shape: tuple[int, int, int], dtype: torch.dtype, rounds: int, device: torch.device
 ) -> dict[str, Row]:
-    """Times of a layer's step, by scheme."""
+    """Return the times of a layer's step, by scheme."""
     steps = [make_step(scheme, shape, dtype, device, rank_of(shape)) for scheme in SCHEMES]
     times = interleave(steps, rounds, budget=BUDGET, device=device)
     return {scheme: summary(seconds) for scheme, seconds in zip(SCHEMES, times)}
@@ -287,7 +288,7 @@ def main() -> None:
     if args.device.type != "cuda":
         print("no GPU was asked for (--device cuda): its bandwidths are skipped", file=sys.stderr)
     before = before_start(args.device)
-    # Bytes are counted from what Inductor generates and from torch's operations, not from Triton.
+    # Bytes can be counted for compiled kernels and torch operations, not for Triton kernels.
     kernels = [name for name in available(args.device)[::-1] if name != "triton"]
     rounds = 2 if args.quick else ROUNDS
     rows = 256 if args.quick else 4096

@@ -1,11 +1,11 @@
-"""One table of the part `scale` of several records of `make gpu`.
+"""Tabulate the part `scale` of one or more records of `make gpu`.
 
     python benchmarks/scale_table.py RECORD.json [RECORD.json ...] [--out DIR]
 
-With --out, DIR gets table.md, for each preset PRESET.png, curves and gaps, and of several records
-scale.json, the runs themselves. A README.md there shows each table between `<!-- scale PRESET -->`
-and `<!-- end -->`. Records whose runs are of other numerics, tokens or settings are refused. Of a
-run that several have, the first is taken.
+With --out, writes table.md to DIR, a PRESET.png with curves and gaps for each preset, and, for
+several records, the runs in scale.json. Also fills each table of DIR/README.md, between
+`<!-- scale PRESET -->` and `<!-- end -->`. Runs with different numerics, tokens or settings are
+refused. If several records have a run, the first one counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAME = {"numerics": "numerics", "tokens_digest": "tokens", "settings": "setting
 
 
 def rows_of(items: dict[str, Row]) -> dict[str, Row]:
-    """The units of a record's part that have a loss."""
+    """Return the units of a record's part that have a loss."""
     return {
         key: {**row, "numerics": row["code"]["sha256"]}
         for key, row in items.items()
@@ -39,10 +39,10 @@ def rows_of(items: dict[str, Row]) -> dict[str, Row]:
 
 
 def joined(paths: Sequence[Path]) -> dict[str, Row]:
-    """The units of several records.
+    """Join the units of several records.
 
     Raises:
-        ValueError: a file is no record, none has a unit, or they do not belong together.
+        ValueError: a file is not a record, none has a unit, or their units cannot share a table.
     """
     rows: dict[str, Row] = {}
     first: dict[tuple[str, str], tuple[Path, Row]] = {}
@@ -66,12 +66,12 @@ def joined(paths: Sequence[Path]) -> dict[str, Row]:
 
 
 def markdown(rows: dict[str, Row]) -> str:
-    """A table for each preset, what the runs share, and what can be told from them."""
+    """Return a section for each preset: the table and the findings."""
     return "\n".join(f"### {preset}\n\n{text}" for preset, text in tables(rows).items())
 
 
 def tables(rows: dict[str, Row]) -> dict[str, str]:
-    """The table of each preset, and what can be told from it."""
+    """Return each preset's table, common settings and findings."""
     texts = {}
     for preset in dict.fromkeys(row["preset"] for row in rows.values()):
         own = [row for row in rows.values() if row["preset"] == preset]
@@ -85,7 +85,7 @@ def tables(rows: dict[str, Row]) -> dict[str, str]:
 
 
 def write(rows: dict[str, Row], out: Path, *, several: bool) -> None:
-    """Write the files of a folder, and into the tables of its page."""
+    """Write the files of a folder, and update the tables of its README.md."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(markdown(rows))
     if several:
@@ -105,7 +105,7 @@ def _result(row: Row) -> SchemeResult:
 
 
 def draw(rows: dict[str, Row], out: Path) -> None:
-    """Draw the curves of each preset, smoothed, and their gaps to BF16."""
+    """Draw the smoothed curves of each preset, and their gaps to BF16."""
     from metis_hf.lab.compare.loss_figures import plot_curves
 
     for preset in dict.fromkeys(row["preset"] for row in rows.values()):
@@ -118,7 +118,7 @@ def draw(rows: dict[str, Row], out: Path) -> None:
 
 
 def _shared(rows: Sequence[Row]) -> str:
-    """Size, tokens, machines and commits of the runs of one preset."""
+    """Return a sentence on size, tokens, machines and commits of one preset's runs."""
 
     def each(values: Sequence[object]) -> str:
         return " and ".join(dict.fromkeys(map(str, values)))

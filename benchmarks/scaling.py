@@ -1,9 +1,9 @@
-"""Cost of a metis layer by part against tokens, width and rank; slopes against theory.
+"""Measure a metis layer's cost by part against tokens, width and rank, and compare with theory.
 
     python benchmarks/scaling.py            # three minutes on one core
     python benchmarks/scaling.py --quick    # seconds
 
-A slope is taken of log time against log size over the upper half of a sweep: 1 is proportional, 0
+Slopes are fitted to log time against log size over the upper half of a sweep: 1 is proportional, 0
 flat. Theory is the same fit to the FLOPs of `metis_hf.lab.cost`, which follow
 O(lmk + mnk + lnk) for a layer of m inputs and n outputs, l tokens and k directions. Writes
 results/scaling.json and .png.
@@ -44,7 +44,7 @@ QUICK_SWEEPS: dict[str, list[float]] = {
 TOKENS = {"width": 2048, "rank": 8192}
 QUICK_TOKENS = {"width": 64, "rank": 128}
 QUICK_WIDTH = 64
-# part -> the kinds of work that it does, as `cost.overhead` counts them
+# part -> its kinds of work in `cost.overhead`
 THEORY = {
     parts.GEMMS: ("gemm",),
     parts.QUANTIZE: ("quantizers",),
@@ -73,7 +73,7 @@ def points(quick: bool, device: torch.device) -> list[Point]:
             m = int(value) if sweep == "width" else width
             rows = int(value) if sweep == "tokens" else tokens[sweep]
             share = value if sweep == "rank" else SHARE
-            # A rank that is not rounded up, for exact slopes.
+            # Set the rank explicitly: a rank that is rounded up would distort the slopes.
             config = MetisConfig(rank=max(1, round(share * m)))
             torch.manual_seed(0)
             linear = nn.Linear(m, m, bias=False).to(device)
@@ -121,7 +121,7 @@ def row_of(point: Point, seconds: list[dict[str, float]]) -> Row:
 
 
 def flops_of(layer: MetisLayer, tokens: int) -> dict[str, float]:
-    """Count a step of a layer by kind: its GEMMs, elements to quantize, and the scheme's work."""
+    """Count a layer's step by kind: GEMM FLOPs, elements to quantize, the scheme's FLOPs."""
     i, o = layer.in_features, layer.out_features
     gemm = 6.0 * tokens * i * o
     parts = overhead([((i, o), layer.config)], tokens).parts
@@ -133,7 +133,7 @@ def flops_of(layer: MetisLayer, tokens: int) -> dict[str, float]:
 
 
 def slope(sizes: list[float], values: list[float]) -> float | None:
-    """Of log value against log size by least squares; None where a value is 0."""
+    """Fit log value against log size by least squares; return the slope, None if a value is 0."""
     if min(values) <= 0:
         return None
     fit = statistics.linear_regression([math.log(x) for x in sizes], [math.log(y) for y in values])

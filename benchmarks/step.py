@@ -1,18 +1,18 @@
-"""Times a training step of GPT-2 and Llama models per scheme against plain fp32 and bf16.
+"""Time a training step of GPT-2 and Llama models per scheme against plain fp32 and bf16.
 
     python benchmarks/step.py            # ten minutes on one core
     python benchmarks/step.py --quick    # seconds
 
 A step is forward, backward and AdamW. Parameters are fp32; "bf16" rows run under autocast, the
-others in fp32 (on a GPU all but the first run under autocast). Ratios are over the plain fp32
-model, round by round, on a GPU over the plain bf16 model too. There the rows "recorded" play their
+others in fp32 (on a GPU all but the first run under autocast). Ratios are to the plain fp32 model
+in the same round, on a GPU also to the plain bf16 model. On a GPU, "recorded" rows replay their
 forward and backward pass as a CUDA graph. Writes results/step.json and .png.
 
-Saved bytes are what autograd keeps between forward and backward (`saved_tensors_hooks`), every
-storage once, parameters left out: of the linear layers' own forward passes, without copies of their
-weights, and of the whole model. Peak memory is that of a step after the first: resident memory at
-its highest, on a GPU what the caching allocator gave out, less that before the step. Gradients are
-in it, AdamW's state is not.
+Saved bytes are the storages that autograd keeps between forward and backward
+(`saved_tensors_hooks`), each counted once, without parameters. They are given for the linear
+layers' own forward passes, without copies of weights, and for the whole model. Peak memory is the
+peak of the second step minus the memory before it: resident memory on a CPU, the caching
+allocator's memory on a GPU. It includes gradients but not AdamW's state.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BATCH, LENGTH = 4, 512
 
 
 class Shape(NamedTuple):
-    """A model: its config and the batch."""
+    """A model's config, its batch, and the schemes to time."""
 
     config: Callable[[], Any]
     batch: int
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
 
 def gpt2(**changes: Any) -> transformers.GPT2Config:
-    """GPT-2 of 124 million parameters unless changed."""
+    """Return the config of GPT-2, 124 million parameters unless changed."""
     return transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **changes)
 
 
@@ -83,7 +83,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, vocab: int) -> trans
 
 
 def smollm2() -> transformers.LlamaConfig:
-    """SmolLM2 of 135 million parameters."""
+    """Return the config of SmolLM2, 135 million parameters."""
     config = llama(576, 1536, 30, 9, 49152)
     config.num_key_value_heads, config.tie_word_embeddings = 3, True
     return config
@@ -108,7 +108,7 @@ class Case(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     tokens: Tensor
-    graphs: StepGraphs | None = None  # plays forward and backward pass
+    graphs: StepGraphs | None = None  # replays forward and backward
 
     def gradients(self, inputs: Mapping[str, Any], count: Any = None) -> Tensor:
         enabled = self.dtype is torch.bfloat16
@@ -151,7 +151,7 @@ def cases(shape: Shape, device: torch.device) -> list[Case]:
     found = [Case(name, dtype, models[name], optimizers[name], tokens) for name, dtype in runs]
     if device.type == "cuda":
         low_cases = [case for case in found if case.dtype is low]
-        recorder = cuda_graph.CudaRecorder()  # one for all: their recordings share memory
+        recorder = cuda_graph.CudaRecorder()  # one for all, so that recordings share memory
         found += [case._replace(graphs=StepGraphs(case.model, recorder)) for case in low_cases]
     return found
 
@@ -160,11 +160,11 @@ def cases(shape: Shape, device: torch.device) -> list[Case]:
 
 
 class Saved:
-    """Bytes of the tensors that autograd keeps: all, and those of linear layers."""
+    """Bytes of the tensors that autograd saves, in total and for linear layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.sizes: dict[int, int] = {}  # by address: all are alive until the backward pass
+        self.sizes: dict[int, int] = {}  # by address; all stay alive until the backward pass
         self.of_linears: set[int] = set()
         self.module: nn.Module | None = None
 
@@ -177,18 +177,18 @@ class Saved:
         return x
 
     def bytes(self) -> tuple[int, int]:
-        """(of linear layers, of the model)."""
+        """Return the bytes of (linear layers, the whole model)."""
         return sum(self.sizes[place] for place in self.of_linears), sum(self.sizes.values())
 
 
 def _is_weight(x: Tensor, module: nn.Module) -> bool:
-    """A copy of a parameter, as autocast makes."""
+    """Return whether x looks like a copy of a parameter, which autocast makes."""
     shapes = {tuple(p.shape) for p in module.parameters()}
     return tuple(x.shape) in shapes or tuple(x.shape[::-1]) in shapes
 
 
 def converted_names(case: Case, shape: Shape) -> set[str]:
-    """Layers that schemes convert: the others, as the output head, are the same in all."""
+    """Return the layers that schemes convert; others, such as the output head, never differ."""
     model = case.model
     if not any(isinstance(module, MetisLayer) for module in model.modules()):
         with torch.device("meta"):
@@ -199,7 +199,7 @@ def converted_names(case: Case, shape: Shape) -> set[str]:
 
 @contextlib.contextmanager
 def counting_saved(case: Case, shape: Shape) -> Iterator[Saved]:
-    """Counts what the forward pass inside saves; a backward pass may follow."""
+    """Count what the forward pass inside the block saves; a backward pass may follow."""
     saved = Saved(case.model)
 
     def enter(module: nn.Module, *_: Any) -> None:
@@ -225,7 +225,7 @@ def counting_saved(case: Case, shape: Shape) -> Iterator[Saved]:
 
 
 def load_compiler(device: torch.device) -> None:
-    """Compiles before memory is measured: the compiler takes some hundred megabytes."""
+    """Load the compiler before memory is measured: it takes a few hundred megabytes."""
     x = torch.ones(256, 256, device=device)
     for rounding in ("nearest", "stochastic"):
         fake_quantize(x, rounding=rounding)
@@ -235,7 +235,7 @@ def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.d
     found = cases(shape, device)
     rows = []
     for case in found:
-        # The warm-up; AdamW's state is then there in all, also where two share a model.
+        # Warm-up; it also creates AdamW's state for every case, including those that share a model.
         case.step()
         with counting_saved(case, shape) as saved, peak_memory(device) as peak:
             case.step()
@@ -251,13 +251,13 @@ def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.d
                 "parameters": sum(p.numel() for p in case.model.parameters()),
                 "saved_linear_bytes": linears,
                 "saved_bytes": everything,
-                # A recording holds a step's memory all the time: that is no step's peak.
+                # A recording holds its memory all the time, so a step has no peak of its own.
                 "peak_bytes": None if case.graphs is not None else peak.get("bytes"),
             }
         )
     for row, case in zip(rows, found):
         if case.graphs is not None:
-            for _ in range(cuda_graph.WARM_UP + 1):  # the last one is recorded
+            for _ in range(cuda_graph.WARM_UP + 1):  # the last step is recorded
                 case.step()
             row["recorded"] = case.graphs.recordings > 0
             row["note"] = case.graphs.refused
@@ -272,7 +272,7 @@ def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.d
 
 
 def _add_ratios(rows: list[Row], times: list[list[float]], device: torch.device) -> None:
-    """Ratios over the plain bf16 model: of saved bytes, on a GPU of times and memory too."""
+    """Add ratios to the plain bf16 model: of saved bytes, on a GPU also of times and memory."""
     kinds = [(row["name"], row["dtype"]) for row in rows]
     if (PLAIN, "bfloat16") not in kinds:
         return
@@ -358,7 +358,7 @@ def main() -> None:
     for name, shape in shapes.items():
         prepare(args.threads)
         rows += measure(name, shape, rounds, BUDGET / len(shapes), args.device)
-    write(args.out, "step", {"machine": before, "rows": rows})  # all models, or what was there
+    write(args.out, "step", {"machine": before, "rows": rows})  # once, with all models
     print(markdown(rows))
     draw(rows, args.out / "step.png")
 

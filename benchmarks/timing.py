@@ -1,8 +1,8 @@
-"""What the benchmarks share: interleaved timing, medians and their spread, JSON, tables.
+"""Shared code of the benchmarks: interleaved timing, medians and their spread, JSON, tables.
 
-Everything that is compared runs in turn, round after round in one process, so that a change of the
-machine's speed meets all of it. On one CPU thread a time is the CPU time of that thread, which
-other processes disturb least; with more threads it is the wall clock, on a GPU its events.
+The compared calls run in turn, round by round in one process, so that a change in the machine's
+speed affects all of them. Times are thread CPU time with one CPU thread, which other processes
+disturb least, wall-clock time with several threads, and CUDA events on a GPU.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
 KERNEL_COLOURS = {"compiled": "#0072B2", "triton": "#009E73", "reference": "#E69F00"}
 
-# Containers often set it. Processes that benchmarks start would compile torch from source.
+# Containers often set this variable; with it, the benchmarks' subprocesses would compile torch's
+# Python sources every time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-FEW = 4  # rounds, below which the range is shown: it is all that they tell
+FEW = 4  # with fewer rounds, the range is shown instead of quartiles
 SPREAD = f"(quartiles; range of < {FEW} rounds)"
 STAT = Path("/proc/stat")
 _EVICTING = 1 << 25  # fp32 numbers: 128 MiB, several times the caches of most CPUs
@@ -41,7 +42,7 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 
 
 def program_arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Return the options of a benchmark that times whole programs, which run on the CPU."""
+    """Return the parser of a benchmark that times whole programs, which run on the CPU."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--out", type=Path, help="folder of the results; default results/")
@@ -50,7 +51,7 @@ def program_arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Return the options of a benchmark that times calls in its own process."""
+    """Return the parser of a benchmark that times calls in its own process."""
     parser = program_arguments(doc)
     parser.add_argument("--device", type=device, default=torch.device("cpu"))
     parser.add_argument("--threads", type=int, default=1, help="of the CPU; default 1")
@@ -58,7 +59,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def device(name: str) -> torch.device:
-    """A device that torch can use here, as argparse takes it."""
+    """Parse a device that torch can use here; an argparse type."""
     try:
         return device_of(name)
     except ValueError as error:
@@ -66,7 +67,7 @@ def device(name: str) -> torch.device:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Arguments with `out`: neither a quick run nor one on a GPU may replace the CPU's records."""
+    """Parse arguments and set `out`, so that quick and GPU runs do not replace CPU records."""
     args = parser.parse_args()
     if args.out is None:
         quick = Path(tempfile.gettempdir()) / "metis-benchmarks"
@@ -76,9 +77,9 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def prepare(threads: int) -> None:
-    """Fixes the number of threads, and lets glibc keep freed memory.
+    """Fix the number of threads, and make glibc keep freed memory.
 
-    Else page faults of fresh memory would be a large part of what is measured.
+    Otherwise page faults on fresh memory would dominate the measurement.
     """
     torch.set_num_threads(threads)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -88,9 +89,9 @@ def prepare(threads: int) -> None:
 
 
 def seconds(call: Callable[[], object], device: torch.device | None = None) -> float:
-    """One call."""
+    """Return the seconds of one call."""
     if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)  # what is still queued is not this call's
+        torch.cuda.synchronize(device)  # finish earlier work first
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
@@ -112,23 +113,23 @@ def interleave(
     warm_up: bool = True,
     cold: bool = False,
 ) -> list[list[float]]:
-    """Seconds of each call in each round.
+    """Return the seconds of each call in each round.
 
     Args:
-        calls: what is compared.
+        calls: the calls to compare.
         rounds: at most this many, at least two.
-        budget: seconds, after those of the warm-up, after which no further round begins.
+        budget: seconds after the warm-up, after which no further round begins.
         device: where the calls compute.
-        warm_up: run each once before, untimed.
-        cold: empty a CPU's caches before each call. Else a call finds there what its predecessor
-            left, which flatters some and not others; it matters for single passes over memory.
+        warm_up: run each call once before, untimed.
+        cold: flush the CPU caches before each call. Otherwise some calls profit from data that the
+            previous call left there, which matters for single passes over memory.
     """
     if warm_up:
         for call in calls:
             call()
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
-    started = time.perf_counter()  # compiling, which the first calls do, is not in the budget
+    started = time.perf_counter()  # the budget excludes compilation in the first calls
     on_cpu = device is None or device.type == "cpu"
     other = torch.zeros(_EVICTING) if cold and on_cpu else None
     times: list[list[float]] = [[] for _ in calls]
@@ -145,15 +146,15 @@ def interleave(
 def printed_seconds(
     program: str, *given: str, environment: Mapping[str, str] | None = None
 ) -> float:
-    """Run Python code in a process of its own; return the number on the last line it prints.
+    """Run Python code in its own process; return the number on the last line it prints.
 
     Args:
         program: the code.
         given: its arguments.
-        environment: of the process; None is this one's.
+        environment: of the process; None inherits this process's environment.
 
     Raises:
-        RuntimeError: the program failed; what it wrote to stderr is in the text.
+        RuntimeError: the program failed; the message includes its stderr.
     """
     command = [sys.executable, "-c", program, *given]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -166,14 +167,14 @@ def printed_seconds(
 
 
 class NotRecorded(RuntimeError):
-    """Raised where a call's work cannot be recorded as a CUDA graph, memory included."""
+    """Raised if a call cannot be recorded as a CUDA graph, also for lack of memory."""
 
 
 def recorded(call: Callable[[], object]) -> Callable[[], object]:
-    """Return what plays a call's work on a GPU, as a CUDA graph.
+    """Record a call as a CUDA graph, and return the graph's replay function.
 
     Raises:
-        NotRecorded: it runs, and cannot be recorded.
+        NotRecorded: the call runs but cannot be recorded.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -191,7 +192,7 @@ def recorded(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def summary(times: Sequence[float], base: Sequence[float] | None = None) -> Row:
-    """Median and quartiles in ms, and over the times `base` of the same rounds."""
+    """Return median and quartiles in ms, and of the ratios to `base` in the same rounds."""
     low, middle, high = quartiles(times)
     row = {"ms": middle * 1e3, "quartiles_ms": [low * 1e3, high * 1e3], "rounds": len(times)}
     if base is not None:
@@ -201,7 +202,7 @@ def summary(times: Sequence[float], base: Sequence[float] | None = None) -> Row:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile, all within the values; one value is all three."""
+    """Return lower quartile, median and upper quartile; a single value is all three."""
     if len(values) == 1:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -209,7 +210,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def machine(device: torch.device | None = None) -> Row:
-    """What runs."""
+    """Return the versions, the processor and the threads of this machine."""
     capabilities = torch.backends.cpu.get_cpu_capability()
     row = {
         "torch": torch.__version__,
@@ -226,14 +227,14 @@ def machine(device: torch.device | None = None) -> Row:
 
 
 def before_start(device: torch.device | None = None) -> Row:
-    """What runs, and what else does: as `machine`, with `busy` as `busy_share`."""
+    """Return `machine` and, as `busy`, the load by other processes (`busy_share`)."""
     return {**machine(device), "busy": busy_share()}
 
 
 def busy_share(seconds: float = 1.0) -> float | None:
-    """Share of all cores' time that others use while this process waits; None if not known.
+    """Measure the share of all cores' time that other processes use; None if not known.
 
-    A load average would still hold the benchmark that ended a moment ago.
+    A load average would still include a benchmark that ended a moment ago.
     """
     if not STAT.exists():
         return None
@@ -244,9 +245,9 @@ def busy_share(seconds: float = 1.0) -> float | None:
 
 
 def _core_times() -> tuple[int, int]:
-    """(all, idle) time of the cores since the system started, in ticks."""
+    """Return (total, idle) time of the cores since boot, in ticks."""
     ticks = [int(part) for part in STAT.read_text().split("\n")[0].split()[1:9]]
-    return sum(ticks), ticks[3] + ticks[4]  # waiting for a disk is idle too
+    return sum(ticks), ticks[3] + ticks[4]  # idle includes waiting for a disk
 
 
 def _processor() -> str:
@@ -259,27 +260,27 @@ def _processor() -> str:
 
 
 def write(out: Path, name: str, record: Mapping[str, Any]) -> None:
-    """OUT/NAME.json."""
+    """Write OUT/NAME.json."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Markdown; columns after the first are aligned right."""
+    """Return a markdown table; columns after the first are right-aligned."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
 
 
 def spread(row: Row, key: str = "ratio") -> str:
-    """ "1.23 (1.20-1.30)": the median and quartiles, of fewer than FEW rounds the range."""
+    """Format median and quartiles, or the range for fewer than FEW rounds: "1.23 (1.20-1.30)"."""
     low, high = row[f"quartiles_{key}"]
-    if row["rounds"] < FEW:  # their quartiles lie halfway between the median and the ends
+    if row["rounds"] < FEW:  # the quartiles lie halfway between the median and the ends
         low, high = 2 * low - row[key], 2 * high - row[key]
     return f"{short(row[key])} ({short(low)}-{short(high)})"
 
 
 def short(value: float) -> str:
-    """Three significant digits, never in exponential form."""
+    """Format with about three significant digits, never in exponential form."""
     return (
         f"{value:.2f}"
         if abs(value) < 10
@@ -290,7 +291,7 @@ def short(value: float) -> str:
 
 
 def figure(rows: int, columns: int, size: tuple[float, float]):
-    """(figure, axes [rows columns]), in the style of the package's plots."""
+    """Return (figure, axes [rows columns]) in the style of the package's plots."""
     from metis_hf.lab.show.figure import figure_axes
 
     found, axes = figure_axes(rows, columns, size)

@@ -1,9 +1,9 @@
-"""Bytes that an operand's making moves, counted at the dispatcher: a proxy of time on a GPU.
+"""Count the bytes moved to make an operand, at the dispatcher: a proxy for time on a GPU.
 
-Every operator that is not a view counts the bytes of its tensor arguments and of its results. The
-dispatcher does not see a compiled quantizer: that counts its arguments and results, and once more
-the input, where its amax is found first. Caches are not modelled. Multiples are of reading the
-tensor once and writing it once, as a copy does.
+Every operator that is not a view counts the bytes of its tensor arguments and results. A compiled
+quantizer is invisible to the dispatcher: it counts its arguments and results, and the input once
+more if it first finds the amax. Caches are not modeled. Multiples are relative to a copy, which
+reads the tensor once and writes it once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_
 
 
 def multiple(call: Callable[[], object], x: Tensor, kernels_name: str) -> float:
-    """Bytes that `call` moves, over those of a copy of `x`."""
+    """Return the bytes that `call` moves, over the bytes of a copy of `x`."""
     with use_kernels(kernels_name):
         call()  # fills caches of constants
         with counting() as count:
@@ -34,11 +34,11 @@ def multiple(call: Callable[[], object], x: Tensor, kernels_name: str) -> float:
 
 
 class Count(TorchDispatchMode):
-    """Sums the bytes of operators' inputs and outputs, and the FLOPs of large GEMMs apart.
+    """Sums the bytes of operators' inputs and outputs, and separately the FLOPs of large GEMMs.
 
     Args:
-        gemm_from: a product of two matrices whose dimensions are all at least this large is
-            limited by arithmetic: its FLOPs count, its bytes do not. None: bytes count always.
+        gemm_from: a GEMM with all dimensions at least this large is compute-bound: its FLOPs are
+            counted instead of its bytes. None: bytes always count.
     """
 
     def __init__(self, gemm_from: int | None = None) -> None:
@@ -55,7 +55,7 @@ class Count(TorchDispatchMode):
             if min(sizes) >= self.gemm_from:
                 self.gemm_flops += 2 * sizes[0] * sizes[1] * sizes[2]
                 return out
-        if name in _PICKING:  # reads what it picks, not all that it may pick from
+        if name in _PICKING:  # reads only the selected elements
             self.bytes += size_of((args[1:], kwargs or {})) + 2 * size_of(out)
         elif not func.is_view and name not in FREE:
             self.bytes += size_of((args, kwargs or {})) + size_of(out)
@@ -63,7 +63,7 @@ class Count(TorchDispatchMode):
 
 
 def size_of(tree: Any) -> int:
-    """Bytes of the tensors in arguments; an expanded one counts what it has in memory."""
+    """Return the bytes of the tensors in a tree; expanded dimensions count once."""
     return sum(_bytes(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
@@ -74,7 +74,7 @@ def _bytes(x: Tensor) -> int:
 
 @contextlib.contextmanager
 def counting(gemm_from: int | None = None) -> Iterator[Count]:
-    """Counts everything inside, compiled quantizers too; see `Count`."""
+    """Count all operators inside the block, compiled quantizers included; see `Count`."""
     run = cpu.run
     count = Count(gemm_from)
 
@@ -83,12 +83,12 @@ def counting(gemm_from: int | None = None) -> Iterator[Count]:
             out = run(variant, key, x, *others)
         count.bytes += size_of((x, {id(other): other for other in others}, out))
         if variant.task != "unpack" and variant.two_level and others[0] is None:
-            count.bytes += size_of((x, others[1]))  # for the amax
+            count.bytes += size_of((x, others[1]))  # the pass that finds the amax
         return out
 
     with (
         mock.patch.object(cpu, "run", counted),
-        # Under a dispatch mode quantizers leave the compiled kernels, for modes that trace.
+        # Under a dispatch mode, which may trace, quantizers do not use the compiled kernels.
         mock.patch.object(choice, "_get_current_dispatch_mode", return_value=None),
         count,
     ):

@@ -1,4 +1,4 @@
-"""Our W4A4 checkpoints beside those that llm-compressor writes of the same models and rows."""
+"""Compare our W4A4 checkpoints with llm-compressor's, from the same models and rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from metis_hf.deploy import export_checkpoint
 from metis_hf.layers.packed import packed_layers
 
 FILE = "model.safetensors"
-KINDS = ("weights", "inputs", "rest")  # of tensors of theirs that take the place of ours
+KINDS = ("weights", "inputs", "rest")  # kinds of tensors that are exchanged
 
 
 def written(folder: Path, rows: Tensor, texts: Mapping[str, Tensor]) -> Row:
-    """What both make of the dense model of a folder, calibrated on rows [b n]."""
+    """Write a folder's dense model with both tools, calibrated on rows [b n], and compare."""
     theirs, ours = folder / "llm-compressor", folder / "amax"
     version = ask({"compress": folder / "dense", "out": theirs, "rows": rows.tolist()}, WRITER)
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
@@ -54,7 +54,7 @@ def written(folder: Path, rows: Tensor, texts: Mapping[str, Tensor]) -> Row:
 
 
 def other(ours: Any, theirs: Any, where: str = "") -> Row:
-    """Entries of two configs that differ, by path."""
+    """Return the entries of two configs that differ, by path."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         keys = sorted(ours.keys() | theirs.keys())
         found = (other(ours.get(k), theirs.get(k), f"{where}.{k}".lstrip(".")) for k in keys)
@@ -63,7 +63,7 @@ def other(ours: Any, theirs: Any, where: str = "") -> Row:
 
 
 def kind_of(key: str) -> str:
-    """The one of KINDS that a tensor of the layout is."""
+    """Return the kind, from KINDS, of a tensor of the layout."""
     last = key.rpartition(".")[2]
     if last == "input_global_scale":
         return "inputs"
@@ -74,7 +74,7 @@ def kind_of(key: str) -> str:
 def exchanged(
     ours: Path, theirs: Path, dense: Mapping[str, Tensor], texts: Mapping[str, Tensor]
 ) -> Row:
-    """Losses of our checkpoint, of theirs, and of ours with each kind of tensors from theirs."""
+    """Return the losses of our checkpoint, theirs, and ours with each kind of their tensors."""
     model = load_packed(ours, dtype=torch.float32)
     errors = {"ours": weight_error(model, dense)}
     exact = {text: logprobs(model, prompts) for text, prompts in texts.items()}
@@ -96,7 +96,7 @@ def exchanged(
 
 
 def weight_error(model: PreTrainedModel, dense: Mapping[str, Tensor]) -> float:
-    """Squared error of packed weights over their squares, a mean over layers."""
+    """Return the relative squared error of the packed weights, averaged over layers."""
     errors = []
     for name, layer in packed_layers(model).items():
         weight = dense[f"{name}.weight"].float()
@@ -105,7 +105,7 @@ def weight_error(model: PreTrainedModel, dense: Mapping[str, Tensor]) -> float:
 
 
 def over_models(rows: Sequence[Row]) -> Row:
-    """What tensors of theirs add to our loss on average, and the standard error over models."""
+    """Return the loss that their tensors add to ours: mean, standard error, range over models."""
     found: Row = {}
     for text in rows[0]["losses"]:
         for kind in ("weights", "inputs", "all"):

@@ -1,14 +1,14 @@
-"""A causal language model, fine-tuned so that it can be deployed in NVFP4 (W4A4 or W4A16).
+"""Fine-tune a causal language model for deployment in NVFP4 (W4A4 or W4A16).
 
     python recipes/finetune_nvfp4.py MODEL --data chat.jsonl --method qad --export DIR
     python recipes/finetune_nvfp4.py MODEL --data chat.jsonl --method ptq,qat,qad,lora \\
         --held-out prose.jsonl,questions.jsonl --compare nvfp4-rne,four-over-six,metis
     python recipes/finetune_nvfp4.py --smoke
 
-Methods: ptq (calibrate, train nothing), qat (train with quantizers on), qad (the same, towards the
-unquantized model's distributions), lora (adapters beside the packed weights). The loss of the exact
-model, of ptq, of schemes to compare with and of each method stands in a table at the end, one for
-each text to measure on. docs/finetuning.md says which to take.
+Methods: ptq (calibrate, train nothing), qat (train with quantizers on), qad (qat towards the
+unquantized model's distributions), lora (adapters over the packed weights). The run ends with one
+table for each held-out text: the loss of the exact model, of ptq, of the schemes of --compare and
+of each method. docs/finetuning.md says which method to use.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from metis_hf.training.cuda_graph import obstacles
 from metis_hf.training.distillation import DistillTrainer
 
 METHODS = ("ptq", "qat", "qad", "lora")
-RESULT_VERSION = 3  # before, other tokens of a text were held out
-# Arguments that decide no result; of TrainingArguments the beginnings of their names.
+RESULT_VERSION = 3  # earlier versions held out other tokens of a text
+# Arguments that do not affect results; for TrainingArguments, prefixes of their names.
 FREE = ("method", "compare", "export", "dry_run", "device")
 FREE_TRAINING = (
     "output_dir", "log", "report_to", "run_name", "project", "trackio", "disable_tqdm", "save_",
@@ -117,7 +117,7 @@ class Arguments:
                 if not least <= getattr(self, name) <= largest:
                     raise ValueError(f"--{name} {getattr(self, name)}; expected {expected}")
         for name in parts(self.compare):
-            scheme_info(name)  # or its error lists the schemes
+            scheme_info(name)  # raises an error that lists the schemes
 
 
 def parts(text: str | None) -> list[str]:
@@ -128,7 +128,7 @@ def parts(text: str | None) -> list[str]:
 
 
 def load_data(a: Arguments, tokenizer: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return token ids [n length]: to train on, and to measure on by the name of the text."""
+    """Return the token ids [n length] to train on, and held-out text -> token ids [n length]."""
     data, length, count = Path(str(a.data)), a.sequence_length, a.eval_sequences
     files = [Path(part) for part in parts(a.held_out)]
     if not files:
@@ -152,7 +152,7 @@ def load(a: Arguments, training: TrainingArguments) -> Any:
 
 
 def check(a: Arguments, training: TrainingArguments) -> Workload:
-    """Refuse arguments that could not run; return the amount of training."""
+    """Refuse arguments that cannot run, set the accumulation, and return the workload."""
     if not a.model:
         raise ValueError("no model: give a directory or hub name, or try --smoke")
     if a.data is None:
@@ -176,7 +176,7 @@ def check(a: Arguments, training: TrainingArguments) -> Workload:
             f"--sequence-length {a.sequence_length} does not fit the model's context of {context} "
             "tokens; choose shorter sequences"
         )
-    with no_warnings():  # what cannot be packed is refused before anything is read
+    with no_warnings():  # refuse a model that cannot be packed before any weight is read
         check_packable(get_metis_model(meta_model(config), MetisConfig(scheme=a.scheme)))
     if training.max_steps <= 0:
         training.max_steps = max(1, round(a.tokens / (a.global_batch * a.sequence_length)))
@@ -194,18 +194,18 @@ def check(a: Arguments, training: TrainingArguments) -> Workload:
 
 def fit(kind: type[Trainer], method: str, model: Any, a: Arguments, training: Any, train: Tensor,
         **options: Any) -> int:  # fmt: skip
-    """Train a model in place, from its last checkpoint if it has one; return trained parameters."""
+    """Train a model in place, from its last checkpoint if any; return the trained parameters."""
     args = copy.copy(training)
     args.output_dir = str(Path(training.output_dir) / method)
     if method == "lora":
         args.learning_rate = a.lora_learning_rate
-        # Packed weights are buffers, equal everywhere, that DDP cannot send.
+        # Packed weights are buffers that are equal on all processes and that DDP cannot broadcast.
         args.ddp_broadcast_buffers = False
     rows = Dataset.from_dict({"input_ids": train.tolist()}).shuffle(seed=args.seed)
     rows = whole_batches(rows, args).with_format("torch")
     run = kind(model=model, args=args, train_dataset=rows, data_collator=causal_batch, **options)
     run.train(resume_from_checkpoint=last_checkpoint(Path(args.output_dir)))
-    # accelerate has wrapped the forward pass in autocast; losses are measured without.
+    # accelerate wraps the forward pass in autocast; losses are measured without autocast.
     run.accelerator.unwrap_model(run.model_wrapped, keep_fp32_wrapper=False)
     return sum(param.numel() for param in model.parameters() if param.requires_grad)
 
@@ -214,8 +214,8 @@ def run_method(
     method: str, a: Arguments, training: Any, tokenizer: Any, train: Tensor,
     texts: dict[str, Tensor], export: Path | None, packed: str | None,
 ) -> Outcome:  # fmt: skip
-    """Train, export and measure; `packed` is where ptq was exported, which lora trains beside."""
-    transformers.set_seed(training.seed)  # adapters are drawn before Trainer does so
+    """Train, export and measure; `packed` is the folder of ptq's export, the base of lora."""
+    transformers.set_seed(training.seed)  # adapters are drawn before Trainer sets the seed
     main, batch = training.process_index == 0, training.per_device_eval_batch_size
     trained, reader = 0, None
     if method == "lora":
@@ -234,13 +234,13 @@ def run_method(
             model.save_pretrained(export)
         PartialState().wait_for_everyone()
         del model, base
-        # In fp32, as all others are measured.
+        # All methods are measured in fp32.
         base = nn.Module.to(load_packed(packed, dtype=torch.float32), training.device)
         model = PeftModel.from_pretrained(base, str(export))
     else:
         model = load(a, training)
         if method != "exact":
-            scheme = a.scheme if method in METHODS else method  # one to compare with
+            scheme = a.scheme if method in METHODS else method  # else a scheme of --compare
             model = get_metis_model(model, MetisConfig(scheme=scheme, seed=training.seed))
     if method in ("ptq", "qat", "qad"):
         batches = train[: a.calibration_sequences].split(batch)
@@ -257,12 +257,12 @@ def run_method(
                           cross_entropy_share=a.cross_entropy_share)  # fmt: skip
         if main:
             saved = Path(training.output_dir) / method / "model"
-            # Off in training, and of use in generation.
+            # Training turned the cache off; generation needs it.
             model.config.use_cache = getattr(AutoConfig.from_pretrained(a.model), "use_cache", True)
             model.save_pretrained(saved)
             tokenizer.save_pretrained(saved)
             export_checkpoint(saved, export, format=a.format)
-        PartialState().wait_for_everyone()  # lora reads what ptq has exported
+        PartialState().wait_for_everyone()  # lora reads ptq's export
         if main and a.format == "compressed-tensors" and find_spec("compressed_tensors"):
             reader = nn.Module.to(load_deployed(export), training.device)
     exact = None if method == "exact" else load(a, training)
@@ -276,7 +276,7 @@ def run_method(
     return Outcome(method, measured, trained, steps, export and str(export), code)
 
 
-# ---- the run: what is finished stays, and each method is written down when it is -----------------
+# ---- the run: keeps finished methods, and records each method when it finishes -------------------
 
 
 def parse() -> tuple[Arguments, TrainingArguments]:
@@ -320,9 +320,9 @@ def finetune(a: Arguments, training: TrainingArguments) -> list[Outcome]:
     settings |= {k: v for k, v in asdict(a).items() if k not in FREE}
     settings |= {k: v for k, v in training.to_dict().items() if not k.startswith(FREE_TRAINING)}
     files = [Path(str(path)) for path in (a.model, a.data, *parts(a.held_out))]
-    inputs = {str(path): digest_of_path(path) for path in files if path.exists()}  # else of the hub
+    inputs = {str(path): digest_of_path(path) for path in files if path.exists()}  # not hub names
     store, results = Store(out, "--output_dir", training.device), out / "results.json"
-    marks = out / "exporting.json"  # where methods export to: what a killed one left is made again
+    marks = out / "exporting.json"  # export folders: a killed run's partial export is replaced
     chosen = [method for method in METHODS if method == "ptq" or method in parts(a.method)]
     folders = {method: Path(a.export or out / "export") / method for method in chosen}
     with ExitStack() as held:

@@ -6,9 +6,8 @@
     python recipes/llama3_8b.py --dry-run --world-size 64      # what the run takes
     python recipes/llama3_8b.py --config recipes/gpt2_130m.yaml --data DIR   # another size
 
-Numbers are the paper's (arXiv 2509.00404) where it has them: the model, 100B tokens of DCLM, W4A4G4
-in NVFP4, rank 1.5 %. recipes/README.md says where the others come from. To train something else,
-copy this file.
+The model, 100B tokens of DCLM, W4A4G4 in NVFP4 and rank 1.5 % are the paper's (arXiv 2509.00404).
+recipes/README.md gives the source of every other number. To train something else, copy this file.
 """
 
 import json
@@ -57,7 +56,7 @@ MODEL = {  # Llama-3 8B as published; keyword arguments of a transformers config
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-TRAINING = {  # of transformers' TrainingArguments
+TRAINING = {  # transformers' TrainingArguments
     "output_dir": "runs/llama3_8b",
     "learning_rate": 1.5e-4,  # the authors' script for Llama
     "lr_scheduler_type": "linear",  # the authors' scripts
@@ -75,7 +74,7 @@ TRAINING = {  # of transformers' TrainingArguments
     "ddp_find_unused_parameters": False,
     "dataloader_num_workers": 2,
 }
-# --smoke: a tiny model of the same architecture, a few steps, text of the standard library.
+# --smoke: a tiny model of the same architecture, a few steps, the standard library as text.
 SMOKE_MODEL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -104,7 +103,7 @@ SMOKE = {
 
 @dataclass
 class RecipeArguments:
-    """Arguments besides TrainingArguments and what `parse_arguments` adds."""
+    """Arguments of the recipe besides TrainingArguments and those that `parse_arguments` adds."""
 
     data: str | None = field(
         default=None, metadata={"help": "Directory that recipes/prepare_data.py wrote."}
@@ -140,14 +139,14 @@ class RecipeArguments:
         if not self.dry_run and (self.json or self.world_size is not None or self.device):
             raise ValueError("--json, --world-size and --device are of --dry-run alone; add it")
         if self.data and not self.dry_run:
-            read_meta(Path(self.data))  # before TrainingArguments, which may refuse the machine
+            read_meta(Path(self.data))  # here, because TrainingArguments may refuse the machine
         elif not (self.smoke or self.dry_run):
             raise ValueError("no data: give --data DIR, as recipes/prepare_data.py writes it, "
                              "or try --smoke")  # fmt: skip
 
 
 def parse_arguments():
-    """Read the command line over --smoke over --config FILE.yaml over the numbers above."""
+    """Parse arguments; the command line overrides --smoke, --config FILE.yaml, the defaults."""
     first = ArgumentParser(add_help=False)
     first.add_argument("--config", help="YAML file of these arguments; the command line wins.")
     first.add_argument("--model", type=json.loads, default=MODEL, help="Config, as JSON.")
@@ -218,7 +217,7 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
         )
     training.gradient_accumulation_steps = load.accumulation
 
-    # One run at a time in output_dir; with --resume it goes on from the last whole checkpoint.
+    # One run at a time in output_dir; --resume continues from the last complete checkpoint.
     output = Path(training.output_dir)
     if training.process_index == 0:
         held.enter_context(hold_directory(output, "--output_dir"))
@@ -228,7 +227,7 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
             "choose another --output_dir"
         )
 
-    # Data: chunked tokens of recipes/prepare_data.py, or text of the standard library (--smoke).
+    # Data: chunked tokens from recipes/prepare_data.py, or the standard library's text (--smoke).
     held_out = tokenizer = None
     if recipe.data is not None:
         data = Path(recipe.data)
@@ -256,17 +255,17 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
     if held_out is None:  # the last sequences
         held_out, train = train.select(range(left, left + count)), train.select(range(left))
     held_out = held_out.select(range(min(count, len(held_out))))
-    # Shuffled in memory and once: a sampler would keep a list of all indices on every process.
+    # Shuffle once, in memory: a sampler would keep a list of all indices on every process.
     seed = training.seed if training.data_seed is None else training.data_seed
     train = train.shuffle(seed=seed, keep_in_memory=True)
     training.train_sampling_strategy = "sequential"
-    if load.steps * batch > len(train):  # several epochs, each of whole batches
+    if load.steps * batch > len(train):  # several epochs, each of full batches
         train = train.select(range(len(train) // batch * batch))
         if training.process_index == 0:
             print(f"Each of {len(train):,} sequences is seen {load.steps * batch / len(train):.1f} "
                   "times.")  # fmt: skip
 
-    # The model: fp32 weights, the same on every process, converted.
+    # Convert a model with fp32 weights, which are the same on every process.
     set_seed(training.seed)
     with training.device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -275,7 +274,7 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
         print(model.metis_report, flush=True)
 
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        # Else every rank would add up whole gradients, in bf16, while it accumulates.
+        # Otherwise every rank would accumulate unsharded gradients, in bf16.
         training.accelerator_config.gradient_accumulation_kwargs = {"sync_each_batch": True}
     return MetisTrainer(
         model=model,

@@ -1,4 +1,4 @@
-"""Text to chunked training sequences, filtered as in arXiv:2509.00404: see docs/data.md.
+"""Filter text as in arXiv:2509.00404 and chunk it into training sequences: see docs/data.md.
 
 python recipes/prepare_data.py --tokenizer meta-llama/Meta-Llama-3-8B --out data/dclm \
     --sequence-length 1024 --max-tokens 100000000000 --num-proc 32
@@ -33,18 +33,18 @@ from metis_hf.shared.inputs import digest, digest_of_path
 from metis_hf.shared.messages import one_line_errors
 from metis_hf.shared.records import flatten, read_json, write_atomically, write_json
 
-LANGUAGE_CHARACTERS = 2000  # of real prose cut at 1000 the detector errs on less than 0.1 %
+LANGUAGE_CHARACTERS = 2000  # on real prose cut at 1000, the detector errs in less than 0.1 %
 DEVIATIONS = 2.0  # arXiv:2509.00404, section 4: "more than two standard deviations from the mean"
-# A document is dropped by the first that it fails; docs/data.md says what each drops.
+# The first rule that a document fails drops it; docs/data.md explains the rules.
 RULES = ("unreadable", "unicode", "empty", "language", "perplexity")
-# White space among the controls (tab, LF, VT, FF, CR, NEL) is text. Every plane ends in two
-# noncharacters; unassigned code points depend on the Unicode version and are left alone.
+# White space among the control characters (tab, LF, VT, FF, CR, NEL) is text. Every plane ends in
+# two noncharacters. Unassigned code points depend on the Unicode version and count as text.
 NOT_TEXT = re.compile(
     "[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffd"
     + "".join(chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
     + "]"
 )
-SPLITS = {"validation": "validation", "train": "."}  # and their folders
+SPLITS = {"validation": "validation", "train": "."}  # split -> folder
 LIBRARIES = ("datasets", "numpy", "py3langid", "pyarrow", "tokenizers", "torch", "transformers")
 
 
@@ -106,7 +106,7 @@ class Arguments:
 
 
 def judge(raw: bytes | None, json_column: str | None) -> tuple[str, str, str]:
-    """Return the text of a document, the first rule that it fails ("": none) and its language."""
+    """Return a document's text, the first rule that it fails ("" if none) and its language."""
     if raw is None:
         return "", "unreadable", ""
     text = raw.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace")
@@ -129,12 +129,12 @@ def judge(raw: bytes | None, json_column: str | None) -> tuple[str, str, str]:
 def filter_and_tokenize(batch, tokenizer, key: str | None, share: float) -> dict:
     texts, reasons, languages = map(list, zip(*(judge(raw, key) for raw in batch["document"])))
     kept = [text for text, reason in zip(texts, reasons) if not reason]
-    # split_special_tokens: an end-of-text token spelled out in a document is text
+    # split_special_tokens: an end-of-text token spelled out in a document is ordinary text.
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     encoded = iter(tokenizer(kept, **options)["input_ids"] if kept else [])
     ids = [[] if reason else [*next(encoded), tokenizer.eos_token_id] for reason in reasons]
 
-    def held_out(text: str) -> bool:  # by the text alone: equal documents are in the same split
+    def held_out(text: str) -> bool:  # depends only on the text: equal documents share a split
         digest = hashlib.sha256(text.encode()).digest()
         return int.from_bytes(digest[:8], "big") / 2**64 < share
 
@@ -157,17 +157,17 @@ FEATURES = datasets.Features(
 )
 
 
-# ---- whose a directory is --------------------------------------------------------------------
+# ---- ownership of the output directory -----------------------------------------------------------
 
 
 def settings_of(a: Arguments) -> dict:
-    """Return all that decides the output: the arguments, the files that they name, the device."""
+    """Return the settings that determine the output: arguments, digests of files, the device."""
     decides = {k: v for k, v in asdict(a).items() if k not in ("out", "num_proc")}
     read = [] if a.files is None else local_files(a.files)
     models = [a.tokenizer, *([a.reference_model] if a.perplexity_filter else [])]
     kinds = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "*.bin")
     contents = {}
-    for folder in filter(os.path.isdir, models):  # what is on the hub is known by its name
+    for folder in filter(os.path.isdir, models):  # a hub model is identified by its name
         files = sorted(path for kind in kinds for path in Path(folder).glob(kind))
         contents[folder] = digest(*((path.name, digest_of_path(path)) for path in files))
     contents |= {path: digest_of_path(Path(path)) for path in read}
@@ -176,7 +176,7 @@ def settings_of(a: Arguments) -> dict:
 
 
 def check_owner(out: Path, settings: dict) -> None:
-    """Refuse a directory of another preparation, or of something else."""
+    """Refuse a directory that holds another preparation, or other files."""
     path = out / ARGUMENTS
     if not path.exists():
         if any(not each.name.startswith((".lock", f"{ARGUMENTS}.tmp")) for each in out.glob("*")):
@@ -200,11 +200,11 @@ def check_owner(out: Path, settings: dict) -> None:
         )
 
 
-# ---- one part of the source after another: a stopped run goes on behind the last whole file -----
+# ---- the source, part by part: a stopped run continues after the last complete part --------------
 
 
 def read_parts(a: Arguments, source, json_column: str | None, tokenizer, work: Path) -> list[Path]:
-    """Filter, tokenize and score the source; return the files, one a part."""
+    """Filter, tokenize and score the source; return one file per part."""
     work.mkdir(parents=True, exist_ok=True)
     parts: list[Path] = []
     documents, tokens, scorer = 0, 0, None
@@ -231,10 +231,10 @@ def read_parts(a: Arguments, source, json_column: str | None, tokenizer, work: P
                 remove_columns=["document"],
                 features=FEATURES,
                 keep_in_memory=True,
-                new_fingerprint="part",  # nothing is cached, so nothing needs a hash
+                new_fingerprint="part",  # skips hashing; nothing is cached
             )
             part = mapped.with_format("arrow")[:]
-            if a.max_tokens is not None:  # up to the document that reaches it
+            if a.max_tokens is not None:  # keep up to the document that reaches the limit
                 ends = np.cumsum(part["num_tokens"].to_numpy())
                 part = part.slice(0, int(np.searchsorted(ends, a.max_tokens - tokens)) + 1)
             scores = np.full(len(part), np.nan)
@@ -257,7 +257,7 @@ def read_parts(a: Arguments, source, json_column: str | None, tokenizer, work: P
 
 
 def band(values: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Return which values to keep, and the band in numbers; std is divided by n."""
+    """Return a mask of the values to keep, and the band's numbers (population std)."""
     scored = values[np.isfinite(values)]
     mean, std = (float(scored.mean()), float(scored.std())) if scored.size else (np.nan, np.nan)
     lowest, highest = mean - DEVIATIONS * std, mean + DEVIATIONS * std
@@ -336,7 +336,7 @@ def write(a: Arguments, settings: dict, tokenizer, parts: list[Path], out: Path)
     report |= {"arguments": settings["arguments"], "versions": versions}
     tokenizer.save_pretrained(out / TOKENIZER)  # the directory is all that training needs
     write_json(out / "report.json", report)
-    for split in kept:  # the last says that all is there
+    for split in kept:  # train's meta.json comes last: it marks the directory as complete
         if rows := report[split]["sequences"]:
             meta = {
                 "tokenizer": a.tokenizer,
@@ -359,13 +359,13 @@ def prepare(a: Arguments) -> dict:
     if (out / META).exists():  # finished before
         shutil.rmtree(out / "work", ignore_errors=True)
         return read_json(out / "report.json")
-    # What can be refused is refused before the directory is claimed for these arguments.
+    # Refuse bad arguments before claiming the directory for them.
     tokenizer = AutoTokenizer.from_pretrained(a.tokenizer)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {a.tokenizer} has no eos_token; set one and save it")
     if a.perplexity_filter:
         check_reference(a.reference_model, a.perplexity_tokens)
-    classify("")  # loads its model, which forked processes then have
+    classify("")  # loads the detector's model before processes fork
     if a.files is not None:
         source, key = open_files(a.files, a.text_column)
     else:
@@ -374,9 +374,9 @@ def prepare(a: Arguments) -> dict:
         )
         source, key = text_of(stream, a.text_column, a.dataset), None
     with hold_directory(out, "--out"):
-        check_owner(out, settings)  # as another process may have left it since
+        check_owner(out, settings)  # another process may have used it since the first check
         write_json(out / ARGUMENTS, settings)
-        datasets.disable_progress_bars()  # one bar for all parts says more than one for each
+        datasets.disable_progress_bars()  # show one bar for all parts
         parts = read_parts(a, source, key, tokenizer, out / "work")
         report = write(a, settings, tokenizer, parts, out)
         shutil.rmtree(out / "work")

@@ -4,8 +4,8 @@
     python recipes/sft_nvfp4.py --model MODEL --data chat.jsonl --export DIR
     python recipes/sft_nvfp4.py --smoke
 
-Both trainings take the same arguments, all of TRL's SFTConfig. `--method qad` trains the model in
-four bits towards the distributions of the one in high precision, `--method qat` on the labels.
+Both training runs use the same arguments, all of TRL's SFTConfig. In four bits, `--method qad`
+trains towards the distributions of the high-precision model, `--method qat` on the labels.
 """
 
 import sys
@@ -52,7 +52,7 @@ class QatTrainer(MetisTrainerMixin, SFTTrainer):
 
 
 class QadTrainer(DistillTrainerMixin, MetisTrainerMixin, SFTTrainer):
-    """The same with a teacher."""
+    """SFTTrainer for converted models that learn from a teacher."""
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def main() -> None:
     sft.save_model()
     losses = {"sft": sft.evaluate()["eval_loss"]}
 
-    # The head stays in high precision: TRL's losses multiply by its weight without calling it.
+    # The head stays in high precision: TRL's losses use its weight without calling the module.
     model = AutoModelForCausalLM.from_pretrained(out / "sft", dtype=torch.float32).to(args.device)
     model = get_metis_model(model, MetisConfig(scheme=a.scheme))
     with sft.accelerator.autocast():
@@ -96,8 +96,8 @@ def main() -> None:
     trainer.train()
     losses[f"{a.scheme}, {a.method}"] = trainer.evaluate()["eval_loss"]
 
-    model.config.use_cache = True  # off in training, and of use in generation
-    model.config.name_or_path = a.model  # the base_model of the cards
+    model.config.use_cache = True  # training turned the cache off
+    model.config.name_or_path = a.model  # becomes base_model in the model cards
     trainer.save_model()
     trainer.create_model_card()
     if trainer.is_world_process_zero():

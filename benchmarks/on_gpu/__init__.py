@@ -1,6 +1,6 @@
-"""What only a GPU can tell, measured part by part: see benchmarks/gpu.py.
+"""Measurements that need a GPU, part by part: see benchmarks/gpu.py.
 
-Importing this package makes metis_hf of this checkout importable, which need not be installed.
+Importing this package makes this checkout's metis_hf importable without an installation.
 """
 
 import os

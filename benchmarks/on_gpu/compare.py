@@ -1,8 +1,8 @@
 """The part `compare`: the 130M model from scratch in several schemes, as many steps as fit.
 
-The first item measures a few steps of each scheme, and finds a batch that fits. From that follow
-the steps, equal for all, that the minutes for training allow; the data is read once at most. Then
-each scheme is an item of its own. One that the call's minutes end leaves a checkpoint.
+The first item measures a few steps of each scheme, finds a batch that fits, and chooses the number
+of steps for all schemes: as many as the training minutes allow, and at most one pass over the data.
+Then each scheme is one item. A scheme that runs out of time leaves a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from on_gpu.record import Clock, CutOff, Item, OutOfTime, free_memory
 SIZE = "130m"
 PLAN = "plan"
 BATCH = 16  # sequences of an optimizer step
-HELD_OUT = 64  # sequences that the loss is taken on
+HELD_OUT = 64  # sequences for the held-out loss
 QUICK_STEPS = 6
 TRIED_STEPS = 12  # of each scheme, before the number of steps is chosen
-SAVES = 3  # checkpoints of a run that is not disturbed
+SAVES = 3  # checkpoints of an uninterrupted run
 _CURVE = 100  # points of a training curve in the record
-_SLACK = 1.1  # what evaluating and saving takes beside the steps
-# nanoGPT's for a model of this size; decay and beta2 are the recipes'.
+_SLACK = 1.1  # factor for evaluation and checkpoints
+# nanoGPT's settings for a model of this size; decay and beta2 are the recipes'.
 _TRAINING = {
     "learning_rate": 6e-4,
     "lr_scheduler_type": "cosine",
@@ -51,7 +51,7 @@ _TRAINING = {
 
 
 class Sequences(Dataset):
-    """Rows of tokens [n length] as Trainer takes them."""
+    """Dataset of rows of tokens [n length] for Trainer."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
@@ -64,7 +64,7 @@ class Sequences(Dataset):
 
 
 class StopInTime(TrainerCallback):
-    """Ends a training with a checkpoint when the clock has run out."""
+    """Stops training with a checkpoint when the time is up."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -76,12 +76,12 @@ class StopInTime(TrainerCallback):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What all schemes share.
+    """Settings that all schemes share.
 
     Attributes:
         model: keyword arguments of the model's config.
         training: sequences to train on.
-        held_out: sequences that the loss is taken on.
+        held_out: sequences for the held-out loss.
         batch: sequences of an optimizer step.
         context: of the call.
     """
@@ -93,7 +93,7 @@ class Comparison:
     context: Context
 
     def train(self, scheme: str, steps: int, device_batch: int, run: Path) -> Trained:
-        """Train a scheme until its last step, or until the clock runs out."""
+        """Train a scheme until its last step, or until the time is up."""
         training = {
             **_TRAINING,
             "max_steps": steps,
@@ -128,19 +128,19 @@ def compare(context: Context) -> Iterator[Item]:
     if not found or "steps" not in found:
         return  # its error is recorded
     if before is None or before.get("steps") != found["steps"]:
-        entry.drop(entry.outdated)  # schemes trained another number of steps
+        entry.drop(entry.outdated)  # results with another number of steps
     for scheme in context.schemes:
         seconds = _SLACK * found["steps"] * found["seconds_per_step"][scheme]
-        # What takes longer than a whole call is begun all the same: its checkpoint is kept.
+        # A scheme that needs longer than a whole call starts anyway: it leaves a checkpoint.
         fits = seconds < 0.9 * context.clock.seconds
         yield Item(scheme, partial(run_scheme, comparison, scheme, found), seconds if fits else 0.0)
 
 
 def open_data(data: Path, context: Context) -> Comparison:
-    """The tokens of a directory, and the model that embeds them.
+    """Load the tokens of a directory, and choose a model with their vocabulary.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_tokens`; or its sequences are longer than the
+        FileNotFoundError, ValueError: as `load_tokens`; or the sequences are longer than the
             model's context.
     """
     transformers.utils.logging.disable_progress_bar()
@@ -155,7 +155,7 @@ def open_data(data: Path, context: Context) -> Comparison:
         )
     if (data / "validation" / META).is_file():
         held_out = load_tokens(data / "validation", vocab_size=config["vocab_size"])
-    else:  # the last ones, which no scheme trains on
+    else:  # hold out the last sequences
         count = min(HELD_OUT, max(1, len(tokens) // 20))
         tokens, held_out = tokens[:-count], tokens[-count:]
     batch = min(4 if context.quick else BATCH, len(tokens))
@@ -165,7 +165,7 @@ def open_data(data: Path, context: Context) -> Comparison:
 
 
 def plan(comparison: Comparison) -> Row:
-    """The batch that fits, the seconds of a step, and the steps that all schemes train."""
+    """Find the batch that fits, the seconds of a step, and the number of steps for all schemes."""
     context = comparison.context
     steps = 3 if context.quick else TRIED_STEPS
     device_batch, seconds, parameters = comparison.batch, {}, 0
@@ -214,12 +214,12 @@ def plan(comparison: Comparison) -> Row:
 
 
 def half(device_batch: int, batch: int) -> int:
-    """The next smaller number of sequences that divides the batch."""
+    """Return the next smaller number of sequences that divides the batch."""
     return max(n for n in range(1, device_batch) if batch % n == 0)
 
 
 def run_scheme(comparison: Comparison, scheme: str, planned: Row) -> Row:
-    """Held-out loss, training curve, speed and memory of one scheme."""
+    """Train one scheme; return its held-out loss, training curve, speed and memory."""
     run = _runs(comparison.context) / scheme
     steps, resumed = planned["steps"], last_checkpoint(run) is not None
     trained = comparison.train(scheme, steps, planned["device_batch"], run)
@@ -241,10 +241,10 @@ def run_scheme(comparison: Comparison, scheme: str, planned: Row) -> Row:
 
 
 def _runs(context: Context) -> Path:
-    """The folder of the schemes' checkpoints."""
+    """Return the folder of the schemes' checkpoints."""
     return context.work / "compare"
 
 
 def steps_of(trained: Trained) -> int:
-    """Steps that a training has done."""
+    """Return the number of steps that a run has done."""
     return trained.trainer.state.global_step

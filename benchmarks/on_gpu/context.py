@@ -1,4 +1,4 @@
-"""What the parts are given."""
+"""The context that all parts receive."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ TOKENS = 8192  # of a layer's input
 
 @dataclass(frozen=True)
 class Context:
-    """The options of a call, and what its parts share.
+    """The options of a call and the state that its parts share.
 
     Attributes:
-        device: that is measured.
+        device: the device to measure.
         quick: tiny sizes, to see that everything runs.
         clock: of the call.
-        entry: name of a part -> what the record holds of it.
+        entry: name of a part -> its entry in the record.
         work: folder for checkpoints and other large files.
         model: directory of a causal language model, for `fidelity`.
         text: UTF-8 file, for `fidelity`.
         data: directory of chunked tokens, for `compare`.
-        tokens: that `scale` trains on.
+        tokens: training tokens, for `scale`.
         peers: folder of checkouts, for `layer`.
-        schemes: that `compare` trains.
-        train_minutes: that `compare` trains, all schemes together.
+        schemes: the schemes that `compare` trains.
+        train_minutes: training time of `compare`, all schemes together.
     """
 
     device: torch.device
@@ -52,7 +52,7 @@ class Context:
 
     @property
     def options(self) -> dict[str, Row]:
-        """The options that results of a part depend on, for the parts that were given any."""
+        """Return part -> the options that its results depend on, for parts that have options."""
         found: dict[str, Row] = {}
         if self.model is not None and self.text is not None:
             model, text = Path(self.model).absolute().name, self.text.name
@@ -69,7 +69,7 @@ class Context:
 
     @property
     def budget(self) -> float:
-        """Seconds that the timed rounds of one item may take."""
+        """Return the seconds that the timed rounds of one item may take."""
         return min(2.0 if self.quick else 20.0, max(0.0, self.clock.left()))
 
     @property

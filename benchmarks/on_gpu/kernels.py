@@ -1,6 +1,6 @@
-"""The part `kernels`: bits and bandwidth of quantizers, and times of what is around GEMMs.
+"""The part `kernels`: bits and bandwidth of quantizers, and times of the work around GEMMs.
 
-What is measured is imported when it is: a package that is missing fails this part alone.
+Imports are inside functions, so that a missing package fails only this part.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from on_gpu.record import FAILURES, Item, free_memory, text_of
 
 SHAPES = [(16384, 8192), (8192, 4096)]
 QUICK_SHAPES = [(256, 256)]
-DIRECTIONS = 48  # of an input of width 768 under `metis`
+DIRECTIONS = 48  # directions of an input of width 768 under `metis`
 Case = tuple[Row, Callable[[], object]]
-_BURST = 10e-3  # seconds: as many calls in a row hide what Python takes before each
+_BURST = 10e-3  # seconds of back-to-back calls, which hide Python's launch overhead
 
 
 def kernels(context: Context) -> Iterator[Item]:
@@ -38,7 +38,7 @@ def kernels(context: Context) -> Iterator[Item]:
 
 
 def hard_tensors() -> dict[str, Tensor]:
-    """Tensors on which kernels differ if they differ anywhere, fp32 on the CPU."""
+    """Return fp32 tensors on the CPU that are most likely to expose differences in kernels."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(512, 768, generator=generator)
     exponents = torch.rand(512, 1, generator=generator) * 80 - 40
@@ -54,7 +54,7 @@ def hard_tensors() -> dict[str, Tensor]:
 
 
 def equal_bits(names: Sequence[str], dtype: torch.dtype, device: torch.device) -> Row:
-    """Whether all kernels here give the bits that the reference gives on the CPU."""
+    """Compare the bits of all kernels here with the reference on the CPU."""
     import quantizers
 
     rows: list[Row] = []
@@ -71,7 +71,7 @@ def equal_bits(names: Sequence[str], dtype: torch.dtype, device: torch.device) -
                     wanted = quantizers.ours(x, name, "reference")()
                     found = quantizers.ours(x.to(device), name, kernel)().cpu()
                     differing[title] = int((_bits(found) != _bits(wanted)).sum())
-            except Exception as error:  # the others go on
+            except Exception as error:  # continue with the other kernels
                 wrong.append(f"{name}, {kernel}: {text_of(error)}")
                 continue
             different = {title: count for title, count in differing.items() if count}
@@ -86,7 +86,7 @@ def equal_bits(names: Sequence[str], dtype: torch.dtype, device: torch.device) -
 def bandwidth(
     names: Sequence[str], shape: tuple[int, int], dtype: torch.dtype, context: Context
 ) -> Row:
-    """Times of quantizers over a copy's, and the rate at which x is read and written once."""
+    """Time quantizers relative to a copy, and return the rate of reading and writing x once."""
     import quantizers
 
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(context.device, dtype)
@@ -94,7 +94,7 @@ def bandwidth(
 
 
 def around_gemms(shape: tuple[int, int], context: Context) -> Row:
-    """Times of what a layer does to x before and after its GEMMs, but for quantizing."""
+    """Time a layer's operations on x before and after its GEMMs, except quantization."""
     import quantizers
 
     from metis_hf.noise import Key
@@ -121,7 +121,7 @@ def around_gemms(shape: tuple[int, int], context: Context) -> Row:
             call()
 
     chosen = [name for name in quantizers.available(device) if name != "compiled"]
-    read_once = {"bytes": x.nbytes}  # what they write is little beside
+    read_once = {"bytes": x.nbytes}  # these operations write little
     cases = [
         (
             {"name": name, "kernels": kernels, "dtype": "bfloat16"}
@@ -137,7 +137,7 @@ def around_gemms(shape: tuple[int, int], context: Context) -> Row:
 def over_copy(
     x: Tensor, cases: Sequence[tuple[Row, Callable[[], object]]], context: Context
 ) -> Row:
-    """Times of some calls that read x, over those of its copy."""
+    """Time calls that read x, relative to a copy of x."""
     device, target = context.device, torch.empty_like(x)
     row = {"name": "copy", "kernels": "torch", "dtype": _name(x.dtype)}
     everything = [(row, lambda: target.copy_(x)), *cases]
@@ -152,7 +152,7 @@ def over_copy(
                 without.append({**row, "reason": "memory is too small"})
                 free_memory()
                 continue
-            except Exception as error:  # the others go on
+            except Exception as error:  # continue with the other calls
                 wrong.append(f"{row['name']}, {row['kernels']}: {text_of(error)}")
                 continue
             kept.append({**row, "shape": list(x.shape), "first_call_s": first})
@@ -167,7 +167,7 @@ def over_copy(
 
 
 def _first_calls(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
-    """(seconds of the first call, calls of a burst)."""
+    """Return (seconds of the first call, number of calls in a burst)."""
     times = []
     for _ in range(2):
         started = time.perf_counter()

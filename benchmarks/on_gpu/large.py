@@ -1,7 +1,7 @@
-"""The part `large`: training steps of Llama-3 8B, whole, on one GPU.
+"""The part `large`: training steps of the full Llama-3 8B on one GPU.
 
-Weights, gradients and AdamW's state are in bf16, 64 GB together. Blocks are computed again in the
-backward pass: by activation checkpointing, or from their recordings. One model fits at a time.
+Weights, gradients and AdamW's state are in bf16, 64 GB together. Blocks are recomputed in the
+backward pass, by activation checkpointing or from their recordings. One model fits at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from on_gpu.context import Context
 from on_gpu.record import Item
 
 CONTROL = "bf16"
-# (scheme, whether blocks are recorded), in the order of their worth.
+# (scheme, whether blocks are recorded), most valuable first.
 CASES = (
     (CONTROL, False), ("metis", True), ("nvfp4-rne", True), ("metis", False), ("nvidia", True),
     (CONTROL, True),
@@ -46,7 +46,7 @@ def _title(scheme: str, recorded: bool) -> str:
 
 
 def measure(scheme: str, recorded: bool, context: Context) -> Row:
-    """A step of the model under a scheme: time, tokens a second, memory."""
+    """Measure a step of the model under a scheme: time, tokens per second, memory."""
     device, size = context.device, SIZES["8b"]
     config = transformers.AutoConfig.for_model(
         size.model_type, **size.config | (_QUICK if context.quick else {}), use_cache=False

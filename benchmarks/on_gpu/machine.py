@@ -1,4 +1,4 @@
-"""What is measured on: the GPU, versions, and the settings that decide about speed and bits."""
+"""The measured machine: the GPU, versions, and settings that affect speed or bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from timing import Row
 
 PACKAGES = ("transformers", "accelerate", "triton", "pytest", "datasets", "pyarrow", "numpy")
-# Another value of these is another machine, whose results do not belong into one record.
+# Results with different values of these do not belong in one record.
 IDENTITY = (
     "device", "gpu", "torch", "transformers", "triton", "quick",
     "allow_tf32", "float32_matmul_precision",
@@ -23,7 +23,7 @@ FP4_CAPABILITIES = ((10, 0), (10, 3), (12, 0))
 
 
 def facts(device: torch.device, quick: bool) -> Row:
-    """What every result depends on."""
+    """Return the facts that every result depends on."""
     row = {**timing.machine(device), "device": device.type, "quick": quick, **packages()}
     row["allow_tf32"] = torch.backends.cuda.matmul.allow_tf32
     row["float32_matmul_precision"] = torch.get_float32_matmul_precision()
@@ -40,7 +40,7 @@ def facts(device: torch.device, quick: bool) -> Row:
 
 
 def packages() -> dict[str, str]:
-    """Versions; "not installed" where there is none."""
+    """Return the versions of PACKAGES, or "not installed"."""
     found = {}
     for name in PACKAGES:
         try:
@@ -52,7 +52,7 @@ def packages() -> dict[str, str]:
 
 
 def driver() -> str:
-    """The driver's version, as nvidia-smi says it."""
+    """Return the driver's version from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -62,7 +62,7 @@ def driver() -> str:
 
 
 def commit(root: Path) -> str | None:
-    """The commit of a checkout, with "-dirty" where files differ from it; or None."""
+    """Return the commit of a checkout, with "-dirty" if files differ from it; or None."""
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -72,6 +72,6 @@ def commit(root: Path) -> str | None:
 
 
 def name_of(device: torch.device) -> str:
-    """A name for files: "nvidia-h200"."""
+    """Return a name for files, such as "nvidia-h200"."""
     found = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return re.sub(r"[^a-z0-9]+", "-", found.lower()).strip("-")

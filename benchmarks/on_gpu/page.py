@@ -1,4 +1,4 @@
-"""The page of a machine: its record as markdown."""
+"""Render the record of a machine as a markdown page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FACTS = {
 
 
 def page(record: Record, name: str, order: Sequence[str]) -> str:
-    """All of a record; parts in the given order."""
+    """Return the page of a record, with parts in the given order."""
     machine = record.machine
     calls = [call["machine"] for call in record.calls if "machine" in call]
     kind = "quick run: tiny sizes, which say nothing about speed" if machine["quick"] else ""
@@ -56,7 +56,7 @@ def page(record: Record, name: str, order: Sequence[str]) -> str:
 
 
 def _machines(machines: Sequence[Row]) -> str:
-    """Facts of the machines that calls ran on; all values where they differ."""
+    """Return a table of the calls' machines; a fact that differs lists all its values."""
     rows = []
     for key, title in _FACTS.items():
         values = [machine[key] for machine in machines if key in machine]
@@ -82,7 +82,7 @@ def _one_line(text: str) -> str:
 
 
 def _not_measured(entry: Entry) -> str:
-    """What the results say that there is no result of, with the reason."""
+    """List missing measurements with the reasons."""
     found = []
     for key, item in entry.items.items():
         if DOES_NOT_FIT in item:
@@ -101,7 +101,7 @@ def _not_measured(entry: Entry) -> str:
 
 
 def _what(row: Row) -> str:
-    """A row by what sets it apart."""
+    """Return a label from the keys that identify a row."""
     keys = ("name", "dtype", "kernels", "backend")
     return ", ".join(str(row[key]) for key in keys if row.get(key) is not None)
 
@@ -113,7 +113,7 @@ def _errors(entry: Entry) -> str:
 
 
 def _commits(entry: Entry) -> str:
-    """The commit of each result, where they are of several."""
+    """List the results by commit, if there are several commits."""
     keys = _by_commit(entry)
     if len(keys) < 2:
         return ""
@@ -122,7 +122,7 @@ def _commits(entry: Entry) -> str:
 
 
 def _by_commit(entry: Entry) -> dict[str, list[str]]:
-    """Commit -> the results that were measured at it."""
+    """Return commit -> the results that were measured at it."""
     keys: dict[str, list[str]] = {}
     for key in entry.items:
         keys.setdefault(entry.commits.get(key) or "not known", []).append(key)

@@ -1,6 +1,6 @@
-"""The parts that measure what exists: layers, training steps, fidelity, native GEMMs.
+"""The parts for layers, training steps, fidelity and native GEMMs.
 
-A part imports what it needs when it runs, so that a package that is missing fails that part alone.
+Imports are inside functions, so that a missing package fails only the part that needs it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from on_gpu.record import FAILURES, Item, Skipped, free_memory, text_of
 LARGE_LAYERS = [(TOKENS, 4096, 4096), (2 * TOKENS, 4096, 4096)]
 PEER_LAYERS = [(2 * TOKENS, 4096, 4096), (2 * TOKENS, 768, 3072)]
 QUICK_LAYERS = [(128, 64, 64)]
-MODEL_SIZES = ("130m", "1b1")  # whose layers are timed, names in metis_hf.lab.compare.sizes
-STEP_SIZE, STEP_BATCHES = "130m", (16, 8, 4)  # sequences of a step, the first that fits
+MODEL_SIZES = ("130m", "1b1")  # models whose layers are timed: metis_hf.lab.compare.sizes
+STEP_SIZE, STEP_BATCHES = "130m", (16, 8, 4)  # sequences of a step; the first that fits counts
 FIDELITY_SCHEMES = ("metis", "nvfp4-rne", "nvidia", "quartet2", "four-over-six")
-# docs/native.md: each quantizes along the dimension that is contracted, or is made to.
+# docs/native.md: these quantize along the contracted dimension, if need be in contraction mode.
 NATIVE_SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "four-over-six", "mxfp4", "metis")
 
 
@@ -31,14 +31,14 @@ NATIVE_SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "four-over-six", "mxfp4", "
 
 
 def layers(context: Context) -> Iterator[Item]:
-    """Each shape with the fastest kernels first, so that a short call ends with those of all."""
+    """Yield all shapes with the fastest kernels first, in case the time is short."""
     import layer
     import quantizers
 
     fastest, *others = reversed(quantizers.available(context.device))
     shapes = layer_shapes(context.quick)
     for kernels in (fastest, *others):
-        # The reference is slow, and the same everywhere: one shape is enough.
+        # The reference is slow, so one shape must do.
         for title, shape in shapes[:1] if kernels == "reference" and others else shapes:
             measure = partial(
                 layer.measure, shape, context.rounds, context.budget, context.device, None,
@@ -51,7 +51,7 @@ def layers(context: Context) -> Iterator[Item]:
 
 
 def _peers(context: Context, folder: Path) -> Iterator[Item]:
-    """Layers of other libraries."""
+    """Yield the layers of other libraries."""
     import layer
 
     for sizes in QUICK_LAYERS if context.quick else PEER_LAYERS:
@@ -62,7 +62,7 @@ def _peers(context: Context, folder: Path) -> Iterator[Item]:
 
 
 def layer_shapes(quick: bool) -> list[tuple[str, tuple[int, int, int]]]:
-    """(model, (tokens, in_features, out_features)) of each layer that is timed."""
+    """Return (model, (tokens, in_features, out_features)) of each layer to time."""
     from metis_hf.lab.compare.sizes import SIZES
 
     if quick:
@@ -70,7 +70,7 @@ def layer_shapes(quick: bool) -> list[tuple[str, tuple[int, int, int]]]:
     found = [("", shape) for shape in LARGE_LAYERS]
     for size in MODEL_SIZES:
         width = SIZES[size].config["n_embd"]
-        for inputs, outputs in ((1, 3), (1, 4), (4, 1)):  # q, k and v; the two of the MLP
+        for inputs, outputs in ((1, 3), (1, 4), (4, 1)):  # fused q, k, v; both layers of the MLP
             found.append((f"{size}, ", (TOKENS, inputs * width, outputs * width)))
     return found
 
@@ -93,7 +93,7 @@ def steps(context: Context) -> Iterator[Item]:
 
 
 def _steps(name: str, shapes: Sequence[Any], context: Context) -> Row:
-    """Rows of the first shape that fits into memory; the last one's error where none does."""
+    """Return the rows of the first shape that fits into memory, or raise the last one's error."""
     import step
 
     step.load_compiler(context.device)
@@ -159,7 +159,7 @@ def _fidelity(scheme: str, context: Context) -> Row:
 
 
 def native(context: Context) -> Iterator[Item]:
-    """GEMMs by the GPU's FP4 units, against emulated ones and nn.Linear."""
+    """Compare GEMMs on the GPU's FP4 units with emulated ones and nn.Linear."""
     obstacle = native_obstacle(context.device)
     if obstacle is not None:
         raise Skipped(obstacle)
@@ -168,7 +168,7 @@ def native(context: Context) -> Iterator[Item]:
 
 
 def native_obstacle(device: torch.device) -> str | None:
-    """Why FP4 units cannot be measured here; None if they can."""
+    """Return the reason why FP4 units cannot be measured here; None if they can."""
     if device.type != "cuda":
         return f"a {device.type} has no FP4 units"
     capability = torch.cuda.get_device_capability(device)
@@ -180,11 +180,11 @@ def native_obstacle(device: torch.device) -> str | None:
         )
     from metis_hf.numerics.native import obstacle_of_device
 
-    return obstacle_of_device(device, "nvfp4")  # of torch, where the GPU has them
+    return obstacle_of_device(device, "nvfp4")  # torch may lack support for the GPU
 
 
 def native_layers(shape: tuple[int, int, int], context: Context) -> Row:
-    """Steps of a layer with native and emulated GEMMs, in bf16, over nn.Linear's."""
+    """Time a layer's step with native and emulated GEMMs, in bf16, relative to nn.Linear."""
     import layer
 
     from metis_hf import MetisConfig
@@ -212,9 +212,9 @@ def native_layers(shape: tuple[int, int, int], context: Context) -> Row:
                 module = convert_linear(linear(), MetisConfig(**options), name="layer").train()
                 call = layer.step_of(module.to(device, low), x, dy, None)
                 call()
-            except (ValueError, NotImplementedError) as error:  # what cannot run so says so
+            except (ValueError, NotImplementedError) as error:  # refused combinations
                 without.append({**row, "reason": str(error)})
-            except Exception as error:  # the others go on
+            except Exception as error:  # continue with the other schemes
                 wrong.append(f"{scheme}, {backend}: {text_of(error)}")
             else:
                 found.append((row, call))

@@ -1,8 +1,8 @@
-"""The record of one machine: parts, their results, what failed; how a part is run and goes on.
+"""The record of one machine (parts, results, errors), and the code that runs or resumes a part.
 
-A part yields items. Each result is in the file as soon as it is there, and an item that has one is
-not measured again. What fails is recorded with its error, and the others go on; the next call
-measures it anew, after all that is still to come.
+A part yields items. Each result is written to the file immediately, and an item with a result is
+not measured again. A failed item is recorded with its error, and the part continues; the next call
+measures the failed item again, after all unmeasured items.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from timing import Row
 
 DONE, FAILED, SKIPPED = "done", "failed", "skipped"
 UNFINISHED, WAITING = "not finished", "to come"
-ITSELF = "the part itself"  # stands for an item where a part failed outside of its items
-DOES_NOT_FIT = "does_not_fit"  # key of a result that is no result: memory was too small
-FAILURES = "failures"  # key of a result that shows something wrong: a list of sentences
+ITSELF = "the part itself"  # item name for an error of a part outside its items
+DOES_NOT_FIT = "does_not_fit"  # key in place of a result: memory was too small
+FAILURES = "failures"  # key in a result: list of sentences on things that are wrong
 _TRACEBACK_LINES = 25
 
 Part = Callable[[Any], Iterable["Item"]]
 
 
 class Skipped(Exception):
-    """A part cannot run here; the text says why."""
+    """Raised if a part cannot run here; the text has the reason."""
 
 
 class OutOfTime(Exception):
-    """An item was ended by the minutes of the call; the same command takes it up."""
+    """Raised if an item ran out of the call's time; the same command resumes the item."""
 
 
 class CutOff(OutOfTime):
-    """An item was ended by the minutes of the call, and begins from zero in the next one.
+    """Raised if an item ran out of the call's time, and must start over in the next call.
 
-    Where it was the first of its call, the next has no more time for it: it has failed.
+    If it was the first item of its call, the next call has no more time for it: it has failed.
     """
 
 
 class Clock:
-    """The minutes of one call; None never ends.
+    """The time limit of one call; None means no limit.
 
     Attributes:
-        seconds: of the call.
+        seconds: the limit.
         measured: items that the call has measured.
     """
 
@@ -73,8 +73,8 @@ class Item:
 
     Attributes:
         key: its name in the record.
-        measure: returns the result, JSON-ready.
-        seconds: that it is known to take; it does not begin where less is left.
+        measure: returns the JSON-serializable result.
+        seconds: expected time; the item does not start with less time left.
     """
 
     key: str
@@ -84,17 +84,17 @@ class Item:
 
 @dataclass
 class Entry:
-    """What the record holds of a part.
+    """A part's entry in the record.
 
     Attributes:
         state: DONE, FAILED, SKIPPED, UNFINISHED or WAITING.
         reason: of the state.
-        items: their results.
-        errors: of the items that failed.
-        seconds: that the items took.
-        commits: that the items were measured at.
-        options: of the command, that the results depend on.
-        outdated: items that are measured anew; their results stay until then.
+        items: item -> result.
+        errors: failed item -> error.
+        seconds: item -> time that it took.
+        commits: item -> commit that was measured.
+        options: options of the command that the results depend on.
+        outdated: items to measure again; their old results stay until then.
     """
 
     state: str = WAITING
@@ -107,11 +107,11 @@ class Entry:
     outdated: list[str] = field(default_factory=list)
 
     def anew(self) -> Entry:
-        """Return a copy of which every item is to be measured anew."""
+        """Return a copy with all items outdated."""
         return replace(deepcopy(self), state=UNFINISHED, outdated=list(self.items))
 
     def drop(self, keys: Collection[str]) -> None:
-        """Forget items."""
+        """Remove items."""
         for values in (self.items, self.errors, self.seconds, self.commits):
             for key in values.keys() & set(keys):
                 del values[key]
@@ -123,13 +123,13 @@ class Record:
 
     Args:
         path: the file.
-        machine: what is measured; a file of another machine is refused.
-        identity: the keys of `machine` that decide whether it is another.
-        copy: a file that may be there too, from a machine that did not keep its own; read instead
-            where its last call began later.
+        machine: facts of the measured machine; a file of another machine is refused.
+        identity: the keys of `machine` that identify a machine.
+        copy: an optional second file, for machines that do not keep the first; read instead of
+            `path` if its last call began later.
 
     Raises:
-        ValueError: a file is of another machine, or cut short.
+        ValueError: a file is of another machine, or truncated.
     """
 
     def __init__(
@@ -155,17 +155,17 @@ class Record:
                 )
         self.parts = {name: Entry(**entry) for name, entry in there["parts"].items()}
         self.calls = there["calls"]
-        if self.calls:  # older records hold the machine of the last call alone
+        if self.calls:  # older records have only the machine of the last call
             self.calls[-1].setdefault("machine", there["machine"])
 
     def part(self, name: str) -> Entry:
         return self.parts.setdefault(name, Entry())
 
     def check(self, name: str, options: Row | None) -> None:
-        """Refuse options of a part that are not those of its results; None was given no options.
+        """Refuse options of a part that differ from its results' options; None: no options given.
 
         Raises:
-            ValueError: they are others.
+            ValueError: the options differ.
         """
         entry = self.part(name)
         if options is not None and entry.items and entry.options != options:
@@ -180,13 +180,13 @@ class Record:
         return {"machine": self.machine, "calls": self.calls, "parts": parts}
 
     def begin_call(self, minutes: float | None, commit: str | None) -> None:
-        """Note that a call has begun."""
+        """Record the start of a call."""
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         call = {"began": now, "minutes": minutes, "commit": commit, "machine": self.machine}
         self.calls.append(call)
 
     def write(self) -> None:
-        """Write the file whole or not at all."""
+        """Write the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f"{self.path.name}.tmp")
         temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
@@ -201,7 +201,7 @@ def _read(path: Path) -> Row:
 
 
 def _began(there: Row) -> str:
-    """When the last call of a record began: ISO 8601 in UTC, which sorts as text."""
+    """Return the start of a record's last call: ISO 8601 in UTC, which sorts as text."""
     return there["calls"][-1]["began"] if there["calls"] else ""
 
 
@@ -221,18 +221,18 @@ def run_part(
     commit: str | None = None,
     leave: Collection[str] = (),
 ) -> None:
-    """Measure the items of a part that have no result yet, failed, or are outdated; set its state.
+    """Measure a part's items that have no result, failed, or are outdated; set the part's state.
 
     Args:
         name: of the part.
         part: yields its items, given `context`.
         context: for the part.
-        entry: takes the results.
-        clock: after which nothing begins.
+        entry: receives the results.
+        clock: time limit, after which no item starts.
         written: called after every change of `entry`.
-        say: shows a line to people.
-        commit: that is measured.
-        leave: items that are not measured now.
+        say: shows a line to the user.
+        commit: the commit that is measured.
+        leave: items to skip now.
     """
     entry.reason, stopped = "", False
     before = entry.errors.pop(ITSELF, None)
@@ -268,7 +268,7 @@ def run_part(
     except Skipped as error:
         if before is not None:
             entry.errors[ITSELF] = before
-        if not entry.items and not entry.errors:  # else its state is that of what it holds
+        if not entry.items and not entry.errors:  # results or errors keep the part's state
             entry.state = SKIPPED
         entry.reason = str(error)
         written()
@@ -278,7 +278,7 @@ def run_part(
         say(f"{name}: FAILED: {entry.errors[ITSELF].splitlines()[-1]}")
     else:
         if not stopped and not keys & entry.errors.keys():
-            # Of other measurements, which the part has no more.
+            # Remove items that the part no longer yields.
             entry.drop((entry.items.keys() | entry.errors.keys()) - keys)
     entry.state = FAILED if entry.errors else UNFINISHED if stopped else DONE
     if entry.errors:
@@ -288,7 +288,7 @@ def run_part(
 
 
 def _measure(item: Item, entry: Entry) -> None:
-    """Put the result of an item into the entry, or its error, in place of what was there."""
+    """Measure an item, and replace its result or error in the entry."""
     started = time.monotonic()
     found, wrong = None, ""
     try:
@@ -296,7 +296,7 @@ def _measure(item: Item, entry: Entry) -> None:
         if isinstance(found, dict) and found.get(FAILURES):
             wrong = "\n".join(found[FAILURES])
     except OutOfTime:
-        raise  # what was there stays
+        raise  # keep the old result
     except torch.OutOfMemoryError as error:
         found = {DOES_NOT_FIT: str(error).split(". ")[0]}
     except Exception:
@@ -316,13 +316,13 @@ def _error_text() -> str:
 
 
 def free_memory() -> None:
-    """Give back what the last measurement held."""
+    """Free the memory of the last measurement."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def text_of(error: Exception) -> str:
-    """The kind and the text of an error, and of what caused it."""
+    """Return the type and text of an error and its cause."""
     causes = [error, *filter(None, [error.__cause__])]
     return "; from ".join(f"{type(one).__name__}: {one}" for one in causes)

@@ -1,7 +1,7 @@
-"""The part `scale`: runs from scratch at real size, as many as fit, in the order of their worth.
+"""The part `scale`: runs from scratch at real size, as many as fit, most valuable first.
 
-A unit is one variant of a preset with one seed. Each is an item of its own, so that a call that
-ends in the middle of one keeps all others; that one leaves a checkpoint.
+A unit is one variant of a preset with one seed. Each unit is an item, so that a call that runs out
+of time keeps all finished units; the unfinished one leaves a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from on_gpu.compare import Sequences, StopInTime, half, steps_of
 from on_gpu.context import Context
 from on_gpu.record import Entry, Item, OutOfTime, Skipped, free_memory
 
-FIRST = ("bf16", "metis", "nvidia", "nvfp4-rne")  # three seeds of these come before all others
+FIRST = ("bf16", "metis", "nvidia", "nvfp4-rne")  # three seeds of these come first
 SEEDS = (0, 1, 2)
-_SLACK = 1.1  # what recording a step and evaluating take beside the steps
+_SLACK = 1.1  # factor for recording a step and for evaluation
 _QUICK_LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
                 "num_attention_heads": 2}  # fmt: skip
 _QUICK_MODELS = {"llama": _QUICK_LLAMA, "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2}}
@@ -46,9 +46,9 @@ class Text:
     """The tokens that all units read.
 
     Attributes:
-        name: of its folder.
+        name: of the text's folder.
         streams: token ids.
-        vocabulary: which the models embed.
+        vocabulary: size of the models' embedding.
         digest: of the token ids.
     """
 
@@ -59,7 +59,7 @@ class Text:
 
     @property
     def options(self) -> Row:
-        """The options that results depend on."""
+        """Return the options that results depend on."""
         return {"text": self.name, "tokens": self.digest, "numerics": numerics_digest()}
 
 
@@ -77,7 +77,7 @@ class Unit:
 
 
 def units(quick: bool = False) -> list[Unit]:
-    """All units in the order of their worth."""
+    """Return all units, most valuable first."""
     variants = {variant.name: variant for variant in PRESETS["30m"]()}
     others = [variants[name] for name in variants if name not in FIRST]
     seeds, rest = (SEEDS[:2], SEEDS[:1]) if quick else (SEEDS, SEEDS)
@@ -90,7 +90,7 @@ def units(quick: bool = False) -> list[Unit]:
 
 
 def size_of(preset: str, quick: bool) -> Size:
-    """How a preset trains; with `quick` in tiny sizes."""
+    """Return the model and training settings of a preset, tiny if `quick`."""
     size = SIZES[PRESET_DEFAULTS[preset]["size"]]
     if not quick:
         return size
@@ -108,11 +108,11 @@ def size_of(preset: str, quick: bool) -> Size:
 
 
 def open_text(text: Path | None, data: Path | None, quick: bool, work: Path) -> Text:
-    """The tokens of a folder of text, of chunked tokens, or with neither of embedded text.
+    """Read a folder of text or of chunked tokens, or, with neither, the embedded text.
 
     Raises:
-        FileNotFoundError, ValueError: as `tokenize_folder` or `load_tokens`; or they are less than
-            a unit trains on.
+        FileNotFoundError, ValueError: as `tokenize_folder` or `load_tokens`; or there are fewer
+            tokens than a unit trains on.
     """
     vocabulary = 512 if quick else SIZES["scale-30m"].config["vocab_size"]
     if text is None and data is not None:
@@ -136,7 +136,7 @@ def open_text(text: Path | None, data: Path | None, quick: bool, work: Path) -> 
 
 
 def _tokenized(text: Path | None, vocabulary: int, quick: bool, work: Path) -> Streams:
-    """Tokens of text, kept in `work` for the next call."""
+    """Tokenize text; the tokens are cached in `work` for the next call."""
     tokens = max(size_of(preset, quick).tokens for preset in ("30m", "130m"))
     if text is None:
         return tokenize_embedded(vocabulary, tokens=tokens)
@@ -165,7 +165,7 @@ def scale(context: Context) -> Iterator[Item]:
         seconds = _seconds(unit, entry, context)
         item = Item(unit.key, partial(measure, unit, context, context.tokens), seconds)
         if unit.key not in entry.items and context.clock.left() <= seconds:
-            late.append(item)  # a cheaper one may fit
+            late.append(item)  # a cheaper unit may still fit
         else:
             yield item
     yield from late
@@ -177,7 +177,7 @@ def _rows(entry: Entry, preset: str) -> list[tuple[str, Row]]:
 
 
 def _seconds(unit: Unit, entry: Entry, context: Context) -> float:
-    """What a unit takes at most, by those that are there; 0 where none are."""
+    """Estimate a unit's seconds from finished units, as an upper bound; 0 without any."""
     if any(_run(unit, context).glob("checkpoint-*")):
         return 0.0
     rows = _rows(entry, unit.preset)
@@ -188,21 +188,21 @@ def _seconds(unit: Unit, entry: Entry, context: Context) -> float:
         for key, row in same or rows
     ]
     seconds = max(taken, default=0.0)
-    # What takes longer than a whole call is begun all the same: its checkpoint is kept.
+    # A unit that needs longer than a whole call starts anyway: it leaves a checkpoint.
     return seconds if seconds < 0.9 * context.clock.seconds else 0.0
 
 
 def _run(unit: Unit, context: Context) -> Path:
-    """Folder of a unit's checkpoint: of other tokens or numerics it is another one."""
+    """Return the folder of a unit's checkpoint, which depends on tokens and numerics."""
     assert context.tokens is not None
     return context.work / "scale" / digest(context.tokens.options, context.quick) / unit.key
 
 
 def measure(unit: Unit, context: Context, text: Text) -> Row:
-    """Held-out loss, curve, speed and memory of a unit.
+    """Train a unit; return its held-out loss, curve, speed and memory.
 
-    Where memory is too small, smaller micro-batches make up the same step. Units after it begin
-    with those, for a tensor scale is of one micro-batch.
+    If memory is too small, the step is split into smaller micro-batches. Later units start with
+    the same micro-batches, because tensor scales are per micro-batch.
     """
     size = size_of(unit.preset, context.quick)
     if len(text.streams.train) < size.tokens:
@@ -225,7 +225,7 @@ def measure(unit: Unit, context: Context, text: Text) -> Row:
 def train_unit(
     unit: Unit, size: Size, context: Context, text: Text, device_batch: int, run: Path
 ) -> Row:
-    """Train a unit until its last step, or until the clock runs out."""
+    """Train a unit until its last step, or until the time is up."""
     experiment = Experiment(
         model={**size.config, "model_type": size.model_type, "vocab_size": text.vocabulary},
         training={

@@ -1,4 +1,4 @@
-"""The part `tests`: those of the suite that need a GPU, each class or file in a process."""
+"""The part `tests`: the tests that need a GPU, each class or file in its own process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from on_gpu import ROOT
 from on_gpu.context import Context
 from on_gpu.record import FAILURES, Clock, CutOff, Item, Skipped
 
-MARK = "gpu"  # tests/conftest.py gives it to every test that is skipped without a CUDA device
+MARK = "gpu"  # tests/conftest.py marks every test that is skipped without a CUDA device
 _NEEDS_CUDA = re.compile(r"cuda\.is_available|mark\.gpu")
-_LINES = 25  # of pytest's output that an error shows
+_LINES = 25  # lines of pytest's output in an error
 _NOTHING_RAN, _FAILED = 5, 1  # exit codes of pytest
-_MOST_PROCESSES = 8  # each holds some of the GPU's memory
+_MOST_PROCESSES = 8  # each uses some of the GPU's memory
 
 
 def tests(context: Context) -> Iterator[Item]:
@@ -38,11 +38,11 @@ def tests(context: Context) -> Iterator[Item]:
         yield Item(group, functools.partial(run_group, group, context.clock))
 
 
-@functools.cache  # collecting takes its seconds, and a call may come here twice
+@functools.cache  # collecting takes seconds, and a call may run this twice
 def groups(root: Path = ROOT) -> tuple[str, ...]:
-    """Files, or their classes and functions, of tests that need a GPU, as pytest names them.
+    """Return the test files that need a GPU, or their classes and functions, as pytest names.
 
-    Only files that look for CUDA are collected: others may need packages that are not there.
+    Only files that mention CUDA are collected: others may need packages that are not installed.
     """
     files = [
         str(path.relative_to(root))
@@ -59,16 +59,16 @@ def groups(root: Path = ROOT) -> tuple[str, ...]:
         raise Skipped(f"none of {', '.join(files)} has a test that needs a GPU")
     parts = [node.split("[")[0].split("::") for node in nodes]
     with_classes = {file for file, *names in parts if len(names) > 1}
-    # A process costs the seconds of its imports: a file of functions is one group.
+    # Each process spends seconds on imports, so a file without classes is one group.
     groups = ["::".join(part[:2]) if part[0] in with_classes else part[0] for part in parts]
     return tuple(dict.fromkeys(groups))
 
 
 def run_group(group: str, clock: Clock, root: Path = ROOT) -> Row:
-    """Counts of one group; every failed test is one of its failures.
+    """Run one group, and return its counts; every failed test is listed under FAILURES.
 
     Raises:
-        CutOff: the call's minutes ended first.
+        CutOff: the call's time ran out first.
     """
     left = clock.left()
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def run_group(group: str, clock: Clock, root: Path = ROOT) -> Row:
 
 
 def counts(report: str) -> Row:
-    """What pytest's JUnit report says."""
+    """Return the counts, reasons and failures of pytest's JUnit report."""
     cases = list(ElementTree.fromstring(report).iter("testcase"))
     failed: list[str] = []
     skipped: list[str] = []
@@ -108,7 +108,7 @@ def counts(report: str) -> Row:
 
 
 def side_by_side(cores: int) -> list[str]:
-    """Options of pytest that use several cores: most of these tests' time is compiling."""
+    """Return pytest options for several cores: these tests spend most of their time compiling."""
     processes = min(_MOST_PROCESSES, cores // 2)
     there = importlib.util.find_spec("xdist") is not None
     return ["-n", str(processes)] if there and processes > 1 else []
@@ -126,7 +126,7 @@ def _pytest(
     ) as process:  # fmt: skip
         try:
             output, errors = process.communicate(timeout=timeout)
-        except BaseException:  # its own processes too, which would disturb what is timed next
+        except BaseException:  # kill pytest's workers too, which would disturb later timings
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)

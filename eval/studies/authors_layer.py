@@ -3,11 +3,10 @@
     git clone https://github.com/sii-research/Metis PAPER
     python eval/studies/authors_layer.py PAPER --like runs/paper-parts/runs/bf16/seed-0
 
-`--like` names a finished run of `metis-hf compare`: model, data, steps and seed are its own, and
-its linear layers become the authors' `BitLinear`, as the checkout has it. TransformerEngine, which
-the layer imports and does not call here, is stubbed, and so is its way to the GPU. Writes
-eval/results/authors-layer and the table of docs/reproduce.md after each run; runs that are there
-are not repeated.
+`--like` names a finished run of `metis-hf compare`, which supplies model, data, steps and seed. The
+linear layers become the checkout's `BitLinear`. TransformerEngine, which the layer imports but does
+not call here, is stubbed, and so are its calls to `Tensor.cuda`. Writes eval/results/authors-layer
+and the table of docs/reproduce.md after each run; recorded runs are not repeated.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from metis_hf.shared.records import commit, environment, read_json, write_json
 OUT = RESULTS / "authors-layer"
 PAGE = ROOT / "docs" / "reproduce.md"
 MARK = "the authors' layer"
-RANK = 16  # of their scripts, for weights, inputs and output gradients
-ITERATIONS = 2  # theirs, of output gradients; for inputs their default of 0 cannot run
+RANK = 16  # in the authors' scripts, for weights, inputs and output gradients
+ITERATIONS = 2  # theirs for output gradients; their default of 0 for inputs cannot run
 SHIPPED = {"weight": True, "input": True, "gradient": True}
-# What metis_hf converts: the head, to nn.Linear's own arithmetic.
+# metis_hf converts only the head, which then computes as nn.Linear does.
 HEAD_ALONE = Variant("authors", {"scheme": "bf16", "target_modules": ["lm_head"]})
 RUNS: dict[str, dict[str, bool]] = {
     "as published": SHIPPED,
@@ -52,10 +51,10 @@ RUNS: dict[str, dict[str, bool]] = {
 
 
 def authors_module(checkout: Path) -> Any:
-    """Import `Metis.bitlinear` of a checkout, with the format of their scripts added.
+    """Import `Metis.bitlinear` from a checkout, and add the format that its scripts use.
 
-    The scripts name "nvfp4e2m1bnosr", NVFP4 without stochastic rounding, which the published
-    `quant.py` lacks: it is made of two classes that are there.
+    The scripts name "nvfp4e2m1bnosr", NVFP4 without stochastic rounding. The published `quant.py`
+    does not define it; it is composed here from two published classes.
     """
     engine = types.ModuleType("transformer_engine")
     engine.pytorch = types.ModuleType("transformer_engine.pytorch")  # type: ignore[attr-defined]
@@ -76,7 +75,7 @@ def authors_module(checkout: Path) -> Any:
 
 
 def settings(split: dict[str, bool]) -> types.SimpleNamespace:
-    """Return the arguments of their scripts for the 130M model, with some splits left out."""
+    """Return the arguments of the authors' scripts for the 130M model, with splits disabled."""
     rounding = {"input": "nearest", "weight": "nearest"}
     formats = {
         f"q_{way}_{name}": rounding[name] for way in ("forward", "backward") for name in rounding
@@ -107,7 +106,7 @@ def settings(split: dict[str, bool]) -> types.SimpleNamespace:
 
 
 def with_authors_layers(model: nn.Module, layer: Any, args: types.SimpleNamespace) -> nn.Module:
-    """Replace all linear layers but the head by `BitLinear`s that start from the same weights."""
+    """Replace all linear layers except the head by `BitLinear`s with the same initial weights."""
     unsplit = types.SimpleNamespace(**{**vars(args), "forward_svd_warmup_steps": 1})
     for name, linear in list(model.named_modules()):
         if not isinstance(linear, nn.Linear) or name == "lm_head":
@@ -156,7 +155,7 @@ def _say(step: int, loss: float) -> None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return the table: each run's held-out loss, and its gap to the BF16 run that it is like."""
+    """Return the table: each run's held-out loss, and its gap to the matching BF16 run."""
     control = record["control"]
     rows = [["bf16", f"{control:.4f}", ""]]
     for name, found in record["runs"].items():
@@ -165,7 +164,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Train what is not on record yet."""
+    """Train the runs that are not on record yet."""
     parser = argparse.ArgumentParser(description="Train the authors' layer in this protocol.")
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--like", type=Path, required=True, help="a run of metis-hf compare")

@@ -1,10 +1,10 @@
-"""What the shape of a batch does to schemes with splits: the table of its README.
+"""Measure the effect of the batch shape on schemes with splits: the table of the record's README.
 
     python eval/studies/batch_tokens.py MODEL --text prose.txt
 
-The same held-out text in smaller and larger batches, and in longer sequences, nothing trained: a
-split keeps directions of a batch, and finds them from sums of its rows; beside it from sampled rows
-and from all of them. Writes eval/results/batch-tokens.
+Evaluates the same held-out text in smaller and larger batches and in longer sequences, without
+training. A split keeps directions of a batch and finds them from sums of its rows; the study also
+finds them from sampled rows and from all rows. Writes eval/results/batch-tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIGS = {
 
 
 def with_sampled_rows(scheme: Scheme) -> Scheme:
-    """Return `metis` with directions of inputs from as many single rows as it makes sums."""
+    """Return `metis` with input directions from sampled rows, as many as it makes sums of rows."""
     split = scheme.fprop_input.conditioner
     assert isinstance(split, Spectral)
     rows = replace(scheme.fprop_input, conditioner=replace(split, summed=False))
@@ -48,8 +48,8 @@ def with_sampled_rows(scheme: Scheme) -> Scheme:
 
 
 def measure(model: str, text: Path) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Return, by scheme, shape of a batch, and "kl" (nats) or "rise" (%): one of each draw."""
-    # The last third of a subject's sequences is for gradients.
+    """Return scheme -> batch shape -> "kl" (nats) or "rise" (%) -> one value per draw."""
+    # `ModelAndText` reserves the last third of its sequences for gradients.
     subject = ModelAndText(model, text, sequences=SEQUENCES * 3 // 2, length=LENGTH).open()
     ids = subject.held_out[:SEQUENCES]
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
@@ -72,9 +72,9 @@ def measure(model: str, text: Path) -> dict[str, dict[str, dict[str, list[float]
 
 
 def table(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:
-    """Return the table: rise of the loss and divergence, a column for each batch.
+    """Return the table: rise of the loss and divergence, with a column per batch shape.
 
-    Of several draws it has the mean and, in brackets, the least and the largest.
+    For several draws, a cell has the mean and, in brackets, the smallest and largest value.
     """
     batches = list(next(iter(found.values())))
     rows = []

@@ -1,4 +1,4 @@
-"""The paper's three tables beside our runs on record: tables in report/beside-published.md.
+"""Put the paper's three tables next to our recorded runs, in report/beside-published.md.
 
     python eval/studies/beside_paper.py
 
@@ -27,16 +27,16 @@ HEADER = (
     "Method", "What was run", "Loss", "To its BF16, %",
     *(TITLES[task] for task in PAPER_TASKS), "Avg", "Avg to its BF16",
 )  # fmt: skip
-PUBLISHED = "100B tokens"  # of every published run
+PUBLISHED = "100B tokens"  # in every published run
 CONTROL = "bf16"
-# Published method -> our variants of a record; a record has rows only for methods listed here.
+# Published method -> our variants in a record; only these methods get rows.
 METHODS = {
     "BF16": (CONTROL,),
     "FP4": ("nvfp4",),
     "FP4-Metis": ("metis-paper",),
     "FP4-Nvidia's Recipe": ("nvidia",),
 }
-DEFAULT = {"FP4-Metis": ("metis",)}  # has a record of its own, since it changed
+DEFAULT = {"FP4-Metis": ("metis",)}  # has its own record, because `metis` changed
 SWITCHED = ("nvidia, forward in bf16 from 80%", "nvidia, both in bf16 from 80%")
 ABLATIONS = {
     "BF16": (CONTROL,),
@@ -50,15 +50,15 @@ ABLATIONS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One trained model: what the paper calls it, what was run, what came out.
+    """One trained model: the paper's name for it, the run, the results.
 
     Attributes:
-        method: in the paper's words.
+        method: the paper's name.
         run: variant, model, tokens.
-        loss: held-out, as it is printed.
-        gap: to the BF16 model of the same record, percent of its loss; empty for that model.
-        scores: of the seven tasks in percent and their average, as printed; blank where none ran.
-        average_gap: of the average to that of BF16, in points.
+        loss: held-out loss, as printed.
+        gap: to the BF16 model of the same record, percent of its loss; empty for BF16 itself.
+        scores: of the seven tasks in percent, then their average, as printed; blank if not run.
+        average_gap: the average minus BF16's average, in points.
     """
 
     method: str
@@ -75,11 +75,11 @@ class Row:
 
 
 def published(table: str) -> list[Row]:
-    """Collect the published rows of one table, each beside the BF16 model of its size."""
+    """Collect the published rows of one table, each compared with the BF16 model of its size."""
     paper = paper_tables()
     base = {row["model"]: row for row in paper["tables"]["main"]["rows"] if row["method"] == "BF16"}
     rows = paper["tables"][table]["rows"]
-    if table == "ablation":  # which shows no BF16: that of the first table
+    if table == "ablation":  # this table has no BF16 row: take the one of the first table
         rows = [base[rows[0]["model"]], *rows]
     found = []
     for row in rows:
@@ -99,7 +99,7 @@ def published(table: str) -> list[Row]:
 
 
 def compared(record: dict[str, Any], names: dict[str, tuple[str, ...]]) -> list[Row]:
-    """Collect rows of a comparison on record.
+    """Collect rows of a recorded comparison.
 
     Args:
         record: of `metis-hf compare`.
@@ -126,13 +126,13 @@ def compared(record: dict[str, Any], names: dict[str, tuple[str, ...]]) -> list[
 
 
 def by_method(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by method, in the order in which the methods come first; published ones lead."""
+    """Sort rows stably by method, in order of the methods' first appearance."""
     order = list(dict.fromkeys(row.method for row in rows))
     return sorted(rows, key=lambda row: order.index(row.method))
 
 
 def tables() -> dict[str, str]:
-    """Return the text between the markers of each table of the paper."""
+    """Return the text between the markers for each of the paper's tables."""
     record = {
         name: json.loads((RESULTS / f"{name}.json").read_text())
         for name in ("methods-tiny", "methods-tiny-metis", "methods-tiny-switch", "tiny-ablations")
@@ -160,7 +160,7 @@ def with_tables(page: str) -> str:
     """Return the page with every table between its markers.
 
     Raises:
-        ValueError: the page lacks a marker.
+        ValueError: the page has no such marker.
     """
     for name, text in tables().items():
         page = page_with(f"paper {name}", text, page)

@@ -1,17 +1,17 @@
-"""What the compensated residual and the split weight do, each by itself.
+"""Measure the compensated residual and the split weight, each by itself.
 
     python eval/studies/compensation.py [--steps 400] [--out eval/results/compensation.json]
 
 Trains a byte-level Llama (128 wide, 0.6M parameters) on the standard library's sources under each
-variant with the same initialization and batches, some at several learning rates, the split weight
-also with other rates and other decay of its parts; and measures on the control's tensors how far
-y, dx and dw of each linear layer are from the exact ones. Finished trainings are kept, so it can be
-interrupted; a file of other settings is refused. Writes JSON and markdown tables.
+variant, with the same initialization and batches. Some variants run at several learning rates, and
+the split weight also with other rates and decay for its parts. On the control's tensors, measures
+the error of y, dx and dw of each linear layer. Finished runs are kept, so the study can be
+interrupted; an output file with other settings is refused. Writes JSON and markdown tables.
 
-The record is of version 0.1.0 (commit 3650dbb). Rank, directions of gradients and what is split are
-as they were there; but `metis`, and what is made of it here, now finds directions from sums of rows
-in place of drawn rows, and searches the block scales of forward tensors. So today's code gives
-other numbers.
+The record is from version 0.1.0 (commit 3650dbb). The configs here fix the rank, the gradient
+directions and the split tensors of that version. But `metis`, and the schemes built from it here,
+now find directions from sums of rows instead of sampled rows, and search the block scales of
+forward tensors, so today's code gives other numbers.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ def split_unit(config: MetisConfig, rank: int) -> Scheme:
     "compensated", summary="metis stored split, not corrected", source="arXiv 2509.00404"
 )
 def compensated(config: MetisConfig, rank: int) -> Scheme:
-    """Compensated residuals by themselves: weights stored split, nothing corrected."""
+    """Compensated residuals alone: weights stored split, nothing corrected."""
     scheme = scheme_info("metis").build(config, rank).storing(split=True)
     return dataclasses.replace(scheme, corrected=frozenset())
 
 
 @register_scheme("compensated-unit", summary="with unit vectors", source="arXiv 2509.00404")
 def compensated_unit(config: MetisConfig, rank: int) -> Scheme:
-    """The same but for the units of its factors."""
+    """`compensated` with unit vectors as factors."""
     scheme = compensated(config, rank)
     return dataclasses.replace(scheme, weight=SplitWeight(scheme.weight.rank))
 
 
-# As in version 0.1.0, whatever the defaults are.
+# As in version 0.1.0, independent of today's defaults.
 METIS = MetisConfig(
     scheme="metis",
     rank=32,
@@ -104,12 +104,12 @@ SWEPT = ("fp32", SPLIT, SPLIT_UNIT)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of AdamW.
+    """Settings of AdamW.
 
     Attributes:
-        decay: of weights.
+        decay: weight decay.
         spared: stored parts of a split weight that do not decay.
-        factor_rate: learning rate of u, s and vh over that of everything else.
+        factor_rate: learning rate of u, s and vh, divided by the learning rate of the rest.
     """
 
     decay: float = 0.01
@@ -119,7 +119,7 @@ class Settings:
 
 DECAY = 0.1
 FACTORS, STORED = ("u", "s", "vh"), ("u", "s", "vh", "weight_residual")
-# title -> (variant, settings): what the optimizer may do to the parts of a split weight.
+# title -> (variant, settings): the optimizer's settings for the parts of a split weight.
 OPTIMIZED: dict[str, tuple[str, Settings]] = {
     f"fp32, decay {DECAY}": ("fp32", Settings(DECAY)),
     f"decay {DECAY} of u, s, vh, residual": (SPLIT, Settings(DECAY)),
@@ -132,7 +132,7 @@ OPTIMIZED: dict[str, tuple[str, Settings]] = {
 
 
 def build_model() -> nn.Module:
-    """The same initialization every time."""
+    """Build the model, with the same initialization every time."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -148,14 +148,14 @@ def build_model() -> nn.Module:
 
 
 def batch_at(data: torch.Tensor, step: int, batch: int = BATCH) -> torch.Tensor:
-    """[batch SEQUENCE] token ids of a step; a function of the step alone."""
+    """Return the token ids [batch SEQUENCE] of a step, which depend on the step alone."""
     generator = torch.Generator().manual_seed(1234 + step)
     starts = torch.randint(len(data) - SEQUENCE, (batch,), generator=generator)
     return torch.stack([data[i : i + SEQUENCE] for i in starts.tolist()]).long()
 
 
 def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """A group for each parameter, with its decay and its learning rate over the peak."""
+    """Return one group per parameter, with its weight decay and its factor on the peak rate."""
     return [
         {
             "params": [parameter],
@@ -173,7 +173,7 @@ def train(
     peak: float,
     settings: Settings = Settings(),
 ) -> nn.Module:
-    """Trains one variant: AdamW, 5 % linear warm-up, cosine to 5 % of the peak."""
+    """Train one variant: AdamW, 5 % linear warm-up, cosine to 5 % of the peak."""
     model = get_metis_model(build_model(), config).train()
     groups = parameter_groups(model, settings)
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
@@ -193,7 +193,7 @@ def train(
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, data: torch.Tensor, batches: int = 40) -> float:
-    """Mean loss in nats per byte, with the variant's own forward pass (eval: nearest)."""
+    """Return the mean loss in nats per byte, of the variant's own forward pass (eval: nearest)."""
     model.eval()
     losses = [model(input_ids=ids, labels=ids).loss.item() for ids in _validation(data, batches)]
     return sum(losses) / len(losses)
@@ -204,7 +204,7 @@ def _validation(data: torch.Tensor, batches: int):
 
 
 def capture(model: nn.Module, ids: torch.Tensor) -> list[tuple]:
-    """(name, plain layer, x [t i], dy [t o]) of every converted layer, on one batch."""
+    """Return (name, plain layer, x [t i], dy [t o]) of every converted layer, on one batch."""
     layers = dict(metis_layers(model))
     hooks = Capture(set(layers), lambda *_: None)
     hooks.run(model, ids, layers)
@@ -216,7 +216,7 @@ def capture(model: nn.Module, ids: torch.Tensor) -> list[tuple]:
 
 
 def operand_errors(config: MetisConfig, tensors: list) -> dict[str, float]:
-    """Relative errors |exact - emulated| / |exact| of y, dx and dw: mean over layers."""
+    """Return the relative errors |exact - emulated| / |exact| of y, dx and dw: mean over layers."""
     sums = {"y": 0.0, "dx": 0.0, "dw": 0.0}
     for name, linear, x, dy in tensors:
         exact = copy.deepcopy(linear).double()
@@ -227,7 +227,7 @@ def operand_errors(config: MetisConfig, tensors: list) -> dict[str, float]:
         x32 = x.clone().requires_grad_()
         y32 = layer(x32)
         y32.backward(dy)
-        # The residual's gradient is dL/dw itself.
+        # The last stored part is the residual, whose gradient is dL/dw.
         dw = layer.weight_params()[-1].grad
         sums["y"] += relative_error(y64, y32).item()
         sums["dx"] += relative_error(x64.grad, x32.grad).item()
@@ -236,7 +236,7 @@ def operand_errors(config: MetisConfig, tensors: list) -> dict[str, float]:
 
 
 def tables(results: dict) -> str:
-    """Markdown: a row per variant, and the learning rates of the swept ones."""
+    """Return the markdown tables: variants, the swept learning rates, the optimizer settings."""
     runs, errors = results["losses"], results["errors"]
     rate = str(LEARNING_RATE)
     control = runs["fp32"][rate]
@@ -272,7 +272,7 @@ def tables(results: dict) -> str:
 
 
 def main() -> None:
-    """Runs what the output file does not hold yet, and writes the tables."""
+    """Run everything that is missing from the output file, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", type=Path, default=Path("eval/results/compensation.json"))
@@ -299,7 +299,7 @@ def main() -> None:
             model = train(VARIANTS[name], train_data, args.steps, rate)
             losses[str(rate)] = validation_loss(model, validation_data)
             print(name, rate, losses[str(rate)], flush=True)
-            if not results["errors"]:  # the first is the control
+            if not results["errors"]:  # this first model is the control
                 tensors = capture(model, batch_at(validation_data, 10**7))
                 for variant, config in VARIANTS.items():
                     results["errors"][variant] = operand_errors(config, tensors)

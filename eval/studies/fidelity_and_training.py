@@ -1,4 +1,4 @@
-"""What fidelity says of training: divergence of schemes against their gaps.
+"""Compare fidelity with training: the divergence of schemes against their gaps.
 
     python eval/studies/fidelity_and_training.py
 
@@ -25,8 +25,8 @@ from metis_hf.schemes import CONTROL
 OUT = RESULTS / "prediction"
 PAGE = OUT / "README.md"
 MARK = "fidelity and training"
-DIRECT = "nvfp4-rne"  # what gaps and divergences are drawn relative to
-# Their weights are trained as factors, which has a gap of its own.
+DIRECT = "nvfp4-rne"  # gaps and divergences are drawn relative to this scheme's
+# These train weights as factors, which causes a gap by itself.
 STORED_SPLIT = ("bf16-split", "metis-paper", "svdquant")
 
 
@@ -37,8 +37,8 @@ class Setting:
     Attributes:
         title: in the table and the figure.
         measured: the record of fidelity.
-        trained: records of comparisons; a variant counts where it comes first.
-        called: variant -> its name in the record of fidelity, where that differs.
+        trained: records of comparisons; the first one that has a variant counts.
+        called: variant -> its name in the record of fidelity, if different.
     """
 
     title: str
@@ -59,7 +59,7 @@ SETTINGS = (
     Setting(
         "width 96, 3.2M tokens",
         "prediction/tiny",
-        # Newer first: there `metis` is what was measured; in methods-tiny it split weights too.
+        # The newer record first: it trained the measured `metis`; methods-tiny also split weights.
         ("methods-tiny-newer", "methods-tiny", "methods-tiny-averis"),
         {"metis": "metis-32-and-32"},
     ),
@@ -103,7 +103,7 @@ class Point:
 
     Attributes:
         variant: its name in the comparison.
-        measured: by fidelity, nothing trained.
+        measured: by fidelity, without training.
         gap: of the trained models' losses to the control's, percent.
     """
 
@@ -113,7 +113,7 @@ class Point:
 
     @property
     def divergence(self) -> float:
-        """In training rounding, nats per token."""
+        """The KL in training rounding, nats per token."""
         return self.measured.kl_in_training.mean
 
 
@@ -133,13 +133,13 @@ def read(setting: Setting) -> list[Point]:
 
 
 def slope(points: Sequence[Point]) -> float:
-    """Return the gap for a nat of divergence: the line through the origin, least squares."""
+    """Return the gap per nat of divergence: the least-squares line through the origin."""
     pairs = [(point.divergence, point.gap.mean) for point in points]
     return sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs)
 
 
 def rank_correlation(points: Sequence[Point], value: Callable[[SchemeFidelity], float]) -> float:
-    """Return Spearman's correlation of a value of fidelity with the gap."""
+    """Return Spearman's rank correlation between a fidelity value and the gap."""
     return float(spearmanr([value(p.measured) for p in points], [p.gap.mean for p in points])[0])
 
 
@@ -171,7 +171,7 @@ def table(settings: Settings) -> str:
 
 
 def draw(settings: Settings, path: Path) -> None:
-    """Draw gap against divergence, both relative to plain rounding's, with 95 % intervals."""
+    """Draw gap against divergence, both relative to plain rounding, with 95 % intervals."""
     figure, axes = figure_axes(1, 1, (8, 6))
     axis = axes[0][0]
     farthest = highest = 0.0

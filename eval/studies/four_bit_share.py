@@ -1,4 +1,4 @@
-"""How much of a training step is four bits: tables beside its record and in docs/choosing.md.
+"""Count the four-bit share of a training step: tables next to the record and in docs/choosing.md.
 
     python eval/studies/four_bit_share.py
 
@@ -27,15 +27,15 @@ RECORD = RESULTS / "four-bit-share.json"
 PAGES = (RECORD.with_suffix(".md"), ROOT / "docs" / "choosing.md")
 WAYS = (("bf16", "fp32"), ("metis", "fp32"), ("metis", "4 bit"))  # scheme, AdamW's moments
 SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "metis")
-TOKENS = 8192  # of a step, that the costs of weights are shared by
-IN_FOUR_BITS = ("thin_products", "corrections")  # added by a scheme: both factors are codes
-# torchao 0.18: AdamW4bit has two moments of 4 bits, with an fp32 scale for each 128 of them.
+TOKENS = 8192  # in a step; the costs of weights are spread over them
+IN_FOUR_BITS = ("thin_products", "corrections")  # parts a scheme adds whose factors are both codes
+# torchao 0.18: AdamW4bit has two moments of 4 bits, with an fp32 scale per 128 values.
 MOMENT_BYTES = {"fp32": 4.0, "4 bit": 0.5 + 4 / 128}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model and the context that it is trained with."""
+    """A model and the sequence length that it is trained with."""
 
     name: str
     config: PreTrainedConfig
@@ -43,7 +43,7 @@ class Model:
 
 
 def models() -> list[Model]:
-    """Return the three models, as transformers' configs."""
+    """Return the three models."""
     smol = AutoConfig.for_model(
         "llama",
         vocab_size=49152,
@@ -63,7 +63,7 @@ def models() -> list[Model]:
 
 
 def multiply_adds(model: Model, scheme: str) -> dict[str, Any]:
-    """Count a step's multiply-adds, as shares of all GEMMs and attention products."""
+    """Count a step's exact multiply-adds, and the shares of codes by quantized part."""
     dense = meta_model(model.config)
     load = workload(model)
     gemms = gemm_weights(dense)
@@ -87,9 +87,9 @@ def multiply_adds(model: Model, scheme: str) -> dict[str, Any]:
 
 
 def _share(exact: dict[str, float], quantized: tuple[str, ...], added: Overhead) -> float:
-    """Return the share of all multiply-adds, with what the scheme adds, that are of codes.
+    """Return the share of all multiply-adds, the scheme's own included, that multiply codes.
 
-    Products of attention are counted in plain blocks, which add nothing.
+    Attention products are counted as plain block quantization, which adds none.
     """
     layers = sum(exact[kind] for kind in quantized if kind != "attention")
     codes = sum(exact[kind] for kind in quantized)
@@ -105,7 +105,7 @@ def workload(model: Model) -> Workload:
 
 
 def held_bytes(model: Model, scheme: str) -> dict[str, float]:
-    """Count what one device holds at the end of a forward pass of `TOKENS` tokens, by kind."""
+    """Count the bytes on one device after a forward pass of `TOKENS` tokens, by kind."""
     dense = meta_model(model.config)
     get_metis_model(dense, MetisConfig(scheme=scheme))
     load = workload(model)
@@ -122,7 +122,7 @@ def held_bytes(model: Model, scheme: str) -> dict[str, float]:
 
 
 def record() -> dict[str, Any]:
-    """Return everything that the tables say."""
+    """Return the numbers of all tables."""
     found: dict[str, Any] = {"tokens": TOKENS, "models": {}}
     for model in models():
         found["models"][model.name] = {
@@ -134,7 +134,7 @@ def record() -> dict[str, Any]:
 
 
 def multiply_add_table(found: dict[str, Any]) -> str:
-    """Return the shares of multiply-adds, a row for each model and scheme."""
+    """Return the table of multiply-add shares, a row for each model and scheme."""
     rows = []
     for name, values in found["models"].items():
         for scheme, shares in values["multiply_adds"].items():
@@ -145,14 +145,14 @@ def multiply_add_table(found: dict[str, Any]) -> str:
 
 
 def held(values: dict[str, Any], scheme: str, moments: str) -> dict[str, float]:
-    """Return the bytes of each kind that a device holds, with moments in fp32 or in 4 bits."""
+    """Return a device's bytes of each kind, with moments in fp32 or in 4 bits."""
     found = dict(values["bytes"][scheme])
     found["moments"] *= MOMENT_BYTES[moments] / MOMENT_BYTES["fp32"]
     return found
 
 
 def byte_table(found: dict[str, Any]) -> str:
-    """Return the bytes held in a step, a row for each model and way."""
+    """Return the table of bytes held in a step, a row for each model and entry of `WAYS`."""
     rows = []
     for name, values in found["models"].items():
         for scheme, moments in WAYS:
@@ -171,7 +171,7 @@ def byte_table(found: dict[str, Any]) -> str:
 
 
 def device_table(found: dict[str, Any]) -> str:
-    """Return the sums of what a device holds, a row for each model."""
+    """Return the table of total bytes on a device, a row for each model."""
     rows = [
         [name, *(f"{sum(held(values, *way).values()) / 1e9:.0f}" for way in WAYS)]
         for name, values in found["models"].items()
@@ -180,7 +180,7 @@ def device_table(found: dict[str, Any]) -> str:
 
 
 def with_tables(page: str, found: dict[str, Any]) -> str:
-    """Return the page with those tables that it has markers for."""
+    """Return the page with the tables that it has markers for."""
     tables = {
         "four bits: multiply-adds": multiply_add_table,
         "four bits: bytes": byte_table,

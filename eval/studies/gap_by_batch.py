@@ -1,4 +1,4 @@
-"""Gap of each scheme against width and tokens of an optimizer step, at equal tokens.
+"""Tabulate the gap of each scheme by width and tokens per optimizer step, at equal tokens.
 
     python eval/studies/gap_by_batch.py
 
@@ -46,7 +46,7 @@ def table(records: list[dict[str, Any]]) -> str:
         plans = [record["plan"]["experiment"] for record in of_width]
         alike = [(plan["model"], plan["training"]["learning_rate"]) for plan in plans]
         tokens = [record["tokens"] for record in of_width]
-        # Whole steps alone are trained.
+        # Tokens may differ by part of a step, because only full steps are trained.
         differ = max(tokens) - min(tokens) > tokens_of_step(of_width[-1])
         if differ or any(each != alike[0] for each in alike):
             raise ValueError(f"{OUT}: records of other tokens, another model or learning rate")

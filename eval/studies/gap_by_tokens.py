@@ -1,11 +1,11 @@
-"""Gap of each scheme against tokens per parameter, and its worth in tokens: report/from-scratch.md.
+"""Tabulate gaps by tokens per parameter, and their worth in tokens: report/from-scratch.md.
 
     python eval/studies/gap_by_tokens.py
 
 Reads the records of `metis-hf compare` with one model and several numbers of tokens. Nothing is
-trained. A gap is worth the tokens that the control could do without: its loss, between two of its
-runs, is taken as linear in the logarithm of their tokens, below the shortest as between the two
-shortest. Writes eval/results/tokens.
+trained. The worth of a gap is the share of tokens that the control could save and still reach the
+scheme's loss. The control's loss is interpolated linearly in log(tokens) between its runs, and
+extrapolated from the nearest two. Writes eval/results/tokens.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ALIKE = ("model", "sequence_length", "training")
 
 @dataclass(frozen=True)
 class Length:
-    """The runs of one number of tokens.
+    """The runs with one number of tokens.
 
     Attributes:
         tokens: of each run.
         parameters: of the model, embeddings included.
         losses: variant -> seed -> held-out loss.
-        dense: the same of the models without their quantizers.
-        divergence: variant -> KL of the control of seed 0 in it, nats per token; nothing trained.
+        dense: variant -> seed -> held-out loss without quantizers.
+        divergence: variant -> KL of the control (seed 0) under its quantizers, nats per token.
     """
 
     tokens: int
@@ -61,16 +61,16 @@ class Length:
         return self.tokens / self.parameters
 
     def gap(self, name: str, *, dense: bool = False) -> Interval:
-        """Return the paired gap to the control, percent of its loss."""
+        """Return the paired gap to the control, percent of the control's loss."""
         losses, base = (self.dense if dense else self.losses)[name], self.losses[CONTROL]
         return t_interval(list(gaps_percent(losses, base).values()))
 
 
 def read() -> list[Length]:
-    """Return the records, shortest first, of the seeds that the control has in all of them.
+    """Return the records, shortest first, limited to the seeds that the control has in all.
 
     Raises:
-        ValueError: records of models or settings that differ, or of controls without a common seed.
+        ValueError: models or settings differ, or the controls have no common seed.
     """
     found, first = [], None
     for name in RECORDS:
@@ -104,17 +104,17 @@ def read() -> list[Length]:
 
 
 def _of_seeds(losses: dict[str, dict[int, float]], seeds: set[int]) -> dict[str, dict[int, float]]:
-    """Return the losses of these seeds, without the variants that have none of them."""
+    """Return the losses of these seeds, and drop variants without any."""
     some = {name: {s: x for s, x in of.items() if s in seeds} for name, of in losses.items()}
     return {name: of for name, of in some.items() if of}
 
 
 def worth(loss: float, control: Mapping[int, float]) -> float:
-    """Return the tokens with which the control has this loss.
+    """Return the number of tokens at which the control reaches a loss.
 
     Args:
         loss: held-out, nats per token.
-        control: tokens -> its loss; two numbers of tokens or more.
+        control: tokens -> the control's loss, at least two entries.
 
     Raises:
         ValueError: the control's loss does not fall from one number of tokens to the next.
@@ -127,7 +127,7 @@ def worth(loss: float, control: Mapping[int, float]) -> float:
                 f"{control[more]:.4f} with {more:,}; without a fall a gap is worth none, so "
                 "leave one of these records out of RECORDS"
             )
-    # The segment around the loss; the first or last one continued beyond them.
+    # The segment around the loss; beyond the ends, extrapolate the first or last segment.
     index = sum(control[count] >= loss for count in tokens)
     low = min(max(index - 1, 0), len(tokens) - 2)
     one, other = tokens[low], tokens[low + 1]
@@ -136,7 +136,7 @@ def worth(loss: float, control: Mapping[int, float]) -> float:
 
 
 def saved(lengths: Sequence[Length], length: Length, name: str) -> Interval:
-    """Return by how many percent of its tokens the control could have fewer for the same loss."""
+    """Return the percentage of its tokens that the control could save at the variant's loss."""
     shares = []
     for seed, loss in length.losses[name].items():
         control = {other.tokens: other.losses[CONTROL][seed] for other in lengths}
@@ -145,13 +145,13 @@ def saved(lengths: Sequence[Length], length: Length, name: str) -> Interval:
 
 
 def variants(lengths: Sequence[Length]) -> list[str]:
-    """Return the names of the variants, but the control, that all lengths have."""
+    """Return the names of the variants, without the control, that all lengths have."""
     names = [name for name in lengths[0].losses if name != CONTROL]
     return [name for name in names if all(name in length.losses for length in lengths)]
 
 
 def tables(lengths: Sequence[Length]) -> str:
-    """Return the table: a column for each number of tokens per parameter."""
+    """Return the table, with a column for each number of tokens per parameter."""
     rows = [
         ["tokens", *(f"{length.tokens / 1e6:.2f}M" for length in lengths)],
         [

@@ -1,9 +1,9 @@
-"""Gap of each scheme against the width of the model: table and figure in report/from-scratch.md.
+"""Tabulate and draw the gap of each scheme by model width: report/from-scratch.md.
 
     python eval/studies/gap_by_width.py
 
-Reads the records of `metis-hf compare` at several widths: the same text and steps, so the same
-number of tokens for all. Where two have a variant, the first one counts. Nothing is trained. Writes
+Reads the records of `metis-hf compare` at several widths, with the same text, steps and number of
+tokens. If two records have a variant, the first one counts. Nothing is trained. Writes
 eval/results/widths.
 """
 
@@ -45,10 +45,10 @@ ALIKE = ("tokens", "sequence_length", "global_batch", "layers")  # at every widt
 
 
 def read() -> dict[int, dict[str, Any]]:
-    """Return, by width, what its records say: setup and summaries by variant.
+    """Return width -> {"setup": ..., "variants": name -> summary} from the records.
 
     Raises:
-        ValueError: records that were not trained alike.
+        ValueError: the records were trained with different settings.
     """
     found: dict[int, dict[str, Any]] = {}
     for name in RECORDS:
@@ -73,19 +73,19 @@ def read() -> dict[int, dict[str, Any]]:
 
 
 def variants(widths: dict[int, dict[str, Any]], least: int) -> list[str]:
-    """Return the names of variants at so many widths or more, but the control, in their order."""
+    """Return the variants, without the control, that at least `least` widths have, in order."""
     names = Counter(name for width in widths.values() for name in width["variants"])
     return [name for name, count in names.items() if count >= least and name != CONTROL]
 
 
 def gap_of(width: dict[str, Any], name: str) -> Interval | None:
-    """Return the paired gap to the control; None where the variant was not trained."""
+    """Return the paired gap to the control, or None if the variant was not trained."""
     found = width["variants"].get(name)
     return found and Interval(**found["gap"])
 
 
 def gap_cell(width: dict[str, Any], name: str) -> str:
-    """Return a gap, with its number of seeds where that is not the control's of the column."""
+    """Return a gap, with its number of seeds if the column's control has another number."""
     gap = gap_of(width, name)
     if gap is None or gap.count == len(width["variants"][CONTROL]["losses"]):
         return format_gap(gap)
@@ -116,7 +116,7 @@ def tables(widths: dict[int, dict[str, Any]]) -> str:
 
 
 def draw(widths: dict[int, dict[str, Any]], path: Path) -> None:
-    """Draw gap against width, a line for each variant at three widths, with its 95 % intervals."""
+    """Draw gap against width with 95 % intervals, for variants at three or more widths."""
     figure, axes = figure_axes(1, 1, (9.5, 4.8))
     setup = next(iter(widths.values()))["setup"]
     figure.suptitle(f"Llamas of {setup['layers']} layers, {setup['tokens'] / 1e6:.1f}M tokens")

@@ -1,4 +1,4 @@
-"""Gaps to the control against something that doubles: a line for each variant."""
+"""Plot gaps to the control on a log2 axis, with one line per variant."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def plot_gaps(axis, gaps: Mapping[str, Mapping[float, Interval]], ticks: Mapping
 
     Args:
         axis: of matplotlib.
-        gaps: variant -> place on the axis -> its gap; a NaN half width draws no interval.
+        gaps: variant -> place on the axis -> gap; a NaN half width draws no interval.
         ticks: place on the axis -> its label.
     """
     styles = scheme_styles(list(gaps))
     for index, (name, points) in enumerate(gaps.items()):
-        # Beside each other, so that intervals do not hide each other.
+        # Shift each variant, so that intervals do not hide each other.
         x = [place * 1.025 ** (index - len(gaps) / 2) for place in points]
         halves = [0.0 if math.isnan(g.half_width) else g.half_width for g in points.values()]
         axis.errorbar(x, [gap.mean for gap in points.values()], yerr=halves, capsize=2, ms=5,

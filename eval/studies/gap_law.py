@@ -1,12 +1,12 @@
-"""The gap of FP4 training as a law of size and tokens: fits, figure, report/beside-published.md.
+"""Fit the gap of FP4 training as a law of size and tokens: report/beside-published.md.
 
     python eval/studies/gap_law.py
 
-Every run on record is a point: the published grid of Quartet II and the records of `metis-hf
-compare`. The law is ln(gap) = level + a ln(D/N) + b ln(N), by least squares: gap in percent of
-the control's loss, D tokens, N parameters of blocks and norms. Intervals are Student's t, 95 %;
-where several schemes of ours share the control's runs, of errors clustered by place (N, D).
-Nothing is trained.
+Every recorded run is a point: the published grid of Quartet II and the records of `metis-hf
+compare`. The law is ln(gap) = level + a ln(D/N) + b ln(N), fitted by least squares: gap in percent
+of the control's loss, D tokens, N parameters of blocks and norms. Intervals are Student's t, 95 %.
+Our schemes share the control's runs, so their errors are clustered by place (N, D). Nothing is
+trained.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TARGET = RESULTS / "gap-law"
 PUBLISHED = "Quartet II's grid"
 TINY = "methods-tiny"
 NOT_QUANTIZED = (CONTROL, "bf16-split")
-IN_PART = "rne-"  # schemes of training_parts.py
-# What `metis` was in records of other defaults: 32 directions of inputs and of output gradients, of
-# weights too or with dense weights.
+IN_PART = "rne-"  # prefix of the schemes of training_parts.py
+# `metis` in records with older defaults: 32 directions of inputs and of output gradients, with
+# weights split too or dense.
 _OF_WEIGHTS, _DENSE = "metis, 32 directions, of weights too", "metis, 32 directions"
 EARLIER = {
     ("methods-tiny", "metis"): _OF_WEIGHTS,
@@ -44,10 +44,10 @@ EARLIER = {
     ("methods-tiny-newer", "metis"): _DENSE,
     ("width-384", "metis"): _DENSE,
 }
-# (record, scheme) -> why its gap, which has no log as it is not positive, is in no fit. The page
-# says so.
+# (record, scheme) -> the reason, shown on the page, to leave a gap that is not positive, and so has
+# no log, out of the fits.
 LEFT_OUT: dict[tuple[str, str], str] = {}
-RATIO, SIZE = 100.0, 1e8  # tokens per parameter and parameters at which a level is given
+RATIO, SIZE = 100.0, 1e8  # tokens per parameter, and parameters, at which levels are given
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Point:
     """One scheme trained at one size on one number of tokens.
 
     Attributes:
-        source: the grid's name, or that of our record.
-        scheme: variant, in the words of its source.
+        source: the name of the grid or of our record.
+        scheme: the variant's name in its source.
         parameters: N, of blocks and norms.
         width: of the hidden state.
         tokens: D.
         gap: held-out loss above the control's, percent; mean over seeds.
         half_width: of the gap's interval over seeds; NaN for one seed.
-        seeds: number of them.
+        seeds: number of seeds.
     """
 
     source: str
@@ -85,9 +85,9 @@ def design(points: Sequence[Point], form: str = "power", series: Sequence[str] =
 
     Args:
         points: rows.
-        form: "power": ln(D/N) and ln N; "width": ln(D/N) and ln of the width; "curved": as power,
-            and ln(D/N) squared and ln(D/N) times ln N.
-        series: labels of the points; each label has a level of its own. Without any: one level.
+        form: "power": ln(D/N) and ln N; "width": ln(D/N) and ln of the width; "curved": power plus
+            ln(D/N) squared and ln(D/N) times ln N.
+        series: labels of the points, one level per label. Empty: one level for all points.
     """
     ratio = np.log([point.ratio / RATIO for point in points])
     size = np.log([point.parameters / SIZE for point in points])
@@ -102,8 +102,8 @@ def design(points: Sequence[Point], form: str = "power", series: Sequence[str] =
 def fit(points: Sequence[Point], form: str = "power", series: Sequence[str] = ()) -> Fit:
     """Fit the logs of the gaps; arguments as for `design`.
 
-    Points with levels of their own share the control's runs at their place, and are clustered by
-    it.
+    With `series`, the points at one place share the control's runs, so errors are clustered by
+    place.
 
     Raises:
         ValueError: a gap is not positive and has no log; or too few points.
@@ -120,7 +120,7 @@ def fit(points: Sequence[Point], form: str = "power", series: Sequence[str] = ()
 
 
 def law(points: Sequence[Point], form: str = "power") -> Callable[[Point, Array], Array]:
-    """Fit the points, and return the function that gives the gaps at a point's size."""
+    """Fit the points; return a function (point, ratios) -> gaps at the point's size."""
     coefficients = fit(points, form).coefficients
 
     def gaps(point: Point, ratios: Array) -> Array:
@@ -131,7 +131,7 @@ def law(points: Sequence[Point], form: str = "power") -> Callable[[Point, Array]
 
 
 def published_points() -> list[Point]:
-    """Collect the grid's runs, without its control."""
+    """Collect the grid's runs, without the control."""
     points = []
     for scheme in grid()["schemes"]:
         for model in grid()["models"].values():
@@ -143,9 +143,10 @@ def published_points() -> list[Point]:
 
 
 def recorded() -> list[str]:
-    """Return the names of the comparisons on record that train from scratch, `TINY` first.
+    """Return the names of the recorded comparisons that train from scratch, `TINY` first.
 
-    Those at half and twice a learning rate are left out: others have the same variants at its best.
+    Records at half and twice a learning rate are left out: others have the same variants at the
+    best learning rate.
     """
     paths = sorted(RESULTS.glob("*.json"), key=lambda path: (path.stem != TINY, path.stem))
     plans = {p.stem: json.loads(p.read_text()).get("plan") for p in paths if "-lr-" not in p.stem}
@@ -153,9 +154,9 @@ def recorded() -> list[str]:
 
 
 def our_points() -> list[Point]:
-    """Collect the comparisons on record, of schemes that quantize all operands.
+    """Collect our recorded comparisons of schemes that quantize all operands.
 
-    Of a variant that several records hold at one place, the first of those with most seeds counts.
+    If several records hold a variant at one place, the first with the most seeds counts.
     """
     best: dict[tuple[str, int, int], tuple[int, Point]] = {}
     for name in recorded():
@@ -175,7 +176,7 @@ def our_points() -> list[Point]:
 
 
 def _read(name: str) -> tuple[dict[str, Any], int, dict[str, dict[str, float]]]:
-    """Return experiment, tokens, and variant -> seed -> loss of a record."""
+    """Return a record's experiment, its tokens, and variant -> seed -> loss."""
     record = json.loads((RESULTS / f"{name}.json").read_text())
     losses = {summary["name"]: summary["losses"] for summary in record["summaries"]}
     return record["plan"]["experiment"], record["tokens"], losses
@@ -184,8 +185,8 @@ def _read(name: str) -> tuple[dict[str, Any], int, dict[str, dict[str, float]]]:
 def mean_points(points: Sequence[Point], name: str) -> list[Point]:
     """Return the geometric mean gap of the schemes at each size and number of tokens.
 
-    Schemes share the control's run, so that their errors at one place are not independent; means
-    over schemes are.
+    Schemes at one place share the control's run, so their errors are not independent; the means
+    over schemes are independent.
     """
     places: dict[tuple[int, int, int], list[Point]] = {}
     for point in points:
@@ -197,7 +198,7 @@ def mean_points(points: Sequence[Point], name: str) -> list[Point]:
 
 
 def f_test(points: Sequence[Point]) -> float:
-    """Return the p-value of the curved form's two further columns being zero."""
+    """Return the p-value of the hypothesis that the curved form's two extra columns are zero."""
     plain, curved = fit(points), fit(points, "curved")
     sums = [found.residual**2 * found.freedom for found in (plain, curved)]
     ratio = (sums[0] - sums[1]) / (plain.freedom - curved.freedom) / curved.residual**2
@@ -205,12 +206,12 @@ def f_test(points: Sequence[Point]) -> float:
 
 
 def study() -> dict[str, Any]:
-    """Return the record: points, fits, and our gaps beside the published law."""
+    """Return the record: points, fits, and our gaps next to the published law."""
     published, ours = published_points(), our_points()
     schemes = dict.fromkeys(point.scheme for point in published)
     groups = {grid()["schemes"][s]: [p for p in published if p.scheme == s] for s in schemes}
     tiny = {p.scheme: p for p in ours if p.source == TINY}
-    # Of several of ours beside one published run, the first; only what was trained.
+    # If several of our trained schemes match one published scheme, take the first.
     shared = {theirs: mine for mine, theirs in reversed(NAMES.items()) if mine in tiny}
     both = [p for p in published if p.scheme in shared]
     both += [tiny[mine] for mine in shared.values()]
@@ -244,7 +245,7 @@ def study() -> dict[str, Any]:
 
 
 def _described(points: Sequence[Point]) -> dict[str, Any]:
-    """Return the numbers of every form for one set of points."""
+    """Fit every form to one set of points, and return the numbers."""
     power, curved = fit(points), fit(points, "curved")
     width = fit(points, "width").estimate(2)
     return _summary(power, len(points), 1) | {
@@ -260,7 +261,7 @@ def _described(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def _summary(found: Fit, count: int, column: int) -> dict[str, Any]:
-    """Return both exponents of a fit whose ln(D/N) is at a column, ln N the next."""
+    """Return both exponents of a fit: ln(D/N) at `column`, ln N at the next."""
     return {
         "points": count,
         "D/N": asdict(found.estimate(column)),
@@ -270,7 +271,7 @@ def _summary(found: Fit, count: int, column: int) -> dict[str, Any]:
 
 
 def local_exponents(points: Sequence[Point]) -> list[dict[str, float]]:
-    """Return d ln(gap) / d ln(D/N) of the curved form, at the grid's ends."""
+    """Return d ln(gap) / d ln(D/N) of the curved form at the corners of the grid."""
     curved = fit(points, "curved")
     found = []
     for parameters in (3e7, 1e8):
@@ -327,7 +328,7 @@ def with_tables(page: str, record: dict[str, Any]) -> str:
     """Return the page with every table between its markers.
 
     Raises:
-        ValueError: the page lacks a marker.
+        ValueError: the page has no such marker.
     """
     for marker, text in tables(record).items():
         page = page_with(marker, text, page)
@@ -335,7 +336,7 @@ def with_tables(page: str, record: dict[str, Any]) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Return JSON with six digits of each number, and null for one that is not finite."""
+    """Round floats in a JSON value to six digits, and turn non-finite ones into None."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The figure of gap_law.py: gaps against tokens per parameter, and ours beside the law."""
+"""Draw the figure of gap_law.py: gaps by tokens per parameter, and ours next to the law."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Law = Callable[[Any, np.ndarray], np.ndarray]  # a point, ratios of tokens to pa
 def draw(
     record: dict[str, Any], points: Sequence[Any], power: Law, curved: Law, path: Path
 ) -> None:
-    """Draw the published grid with both forms of the law, and our gaps beside the law's.
+    """Draw the published grid with both forms of the law, and our gaps next to the law's.
 
     Args:
         record: of `gap_law.study`.
         points: mean over schemes at each size and number of tokens.
-        power: gaps at the size of a point by the power law.
-        curved: the same by the law with curvature.
+        power: the power law: gaps at the size of a point.
+        curved: the law with curvature, likewise.
         path: of the PNG.
     """
     figure, ((published, ours),) = figure_axes(1, 2, (9.5, 4.8))

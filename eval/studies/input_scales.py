@@ -1,10 +1,10 @@
-"""How near the scales of inputs that `calibrate` finds on samples are to those of whole tensors.
+"""Compare the input scales that `calibrate` finds on samples with the scales of whole tensors.
 
     python eval/studies/input_scales.py MODEL TEXT HELD_OUT
 
-Calibrates a causal language model in "w4a4" on the beginning of TEXT, measures by the way the error
-that each tried scale leaves of all rows that a layer reads, counts the layers that whole tensors
-would give another of these scales, and measures the loss on HELD_OUT with either. The record is
+Calibrates a causal language model in "w4a4" on the beginning of TEXT, and meanwhile measures the
+error of each tried scale on all rows that a layer reads. Counts the layers for which whole tensors
+choose another scale, and measures the loss on HELD_OUT with both choices. The record is
 eval/results/deploy/input-scales.json.
 """
 
@@ -33,9 +33,10 @@ LENGTH, BATCH = 512, 4
 
 
 class Searches(BlockSample):
-    """A sample that takes up all rows beside; `found` has what both searches choose."""
+    """A `BlockSample` that also keeps all rows; `found` compares the choices of both searches."""
 
-    found: dict[float, tuple[float, float]]  # largest magnitude -> (whole tensors' scale, excess)
+    # Largest magnitude -> (amax chosen on whole tensors, excess error of the sample's choice, %).
+    found: dict[float, tuple[float, float]]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -67,7 +68,7 @@ def losses(model: PreTrainedModel, ids: Tensor) -> list[float]:
 
 
 def measure(model: PreTrainedModel, ids: Tensor, held_out: Tensor) -> dict[str, Any]:
-    """Return the record of a dense model, which is converted; both are token ids [n length]."""
+    """Convert a dense model, and return its record; ids and held_out are token ids [n length]."""
     get_metis_model(model, MetisConfig(scheme="w4a4")).eval()
     Searches.found = {}
     kept, calibration.BlockSample = calibration.BlockSample, Searches  # type: ignore[misc]

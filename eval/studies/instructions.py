@@ -1,10 +1,10 @@
-"""Make conversations from prose: an instruction-style set that needs no other source.
+"""Make instruction-style conversations from prose alone.
 
     python eval/studies/instructions.py prose.jsonl chat.jsonl --characters 3_000_000
 
 Reads JSON lines with a `text` each, and writes JSON lines of `messages`: a request about a
-paragraph, and the answer, which the text itself gives. The kinds of request take turns, one for
-each paragraph in the order of the text. The same file gives the same conversations.
+paragraph, and the answer from the text itself. The kinds of request alternate from paragraph to
+paragraph, in the order of the text. The same file gives the same conversations.
 
     continue   the beginning of a paragraph -> the rest of it
     gap        a paragraph without one of its sentences -> that sentence
@@ -36,7 +36,7 @@ def conversations(texts: Iterable[str], seed: int = 0) -> Iterator[Conversation]
 
     Args:
         texts: documents, paragraphs separated by an empty line.
-        seed: of the choices of a sentence, an order, a word.
+        seed: of the random choices of a sentence, an order, a word.
     """
     rng, kinds = random.Random(seed), cycle((_continue, _gap, _order, _restore, _find))
     for text in texts:
@@ -87,16 +87,16 @@ def _find(sentences: list[str], rng: random.Random) -> Conversation:
 
 
 def write(source: Path, target: Path, characters: int | None = None) -> int:
-    """Write the conversations of a file; returns how many.
+    """Write the conversations of a file, and return their number.
 
     Args:
         source: JSON lines with a `text` each.
         target: JSON lines of `messages`.
-        characters: at most so many in all, of requests and answers; None: no limit.
+        characters: limit on the total characters of requests and answers; None: no limit.
 
     Raises:
-        ValueError: no paragraph is of the length and the number of sentences that are asked for, or
-            the first conversation is longer than `characters`. Nothing is written.
+        ValueError: no paragraph has the required length and number of sentences, or the first
+            conversation is longer than `characters`. Nothing is written.
     """
     texts = (json.loads(line)["text"] for line in source.read_text().splitlines() if line.strip())
     lines: list[str] = []
@@ -125,7 +125,6 @@ def write(source: Path, target: Path, characters: int | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)

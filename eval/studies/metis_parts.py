@@ -1,10 +1,10 @@
-"""Schemes that are `metis` without one of its parts, or with another, at rank 9, to measure each.
+"""Variants of `metis` at rank 9 that drop or replace one of its parts.
 
     metis-hf fidelity MODEL --text FILE --import eval/studies/metis_parts.py --alone none \
         --batch 2 --schemes metis-9,metis-9-nearest-scales,...
 
-Rank 9 is 1.5 % of 576, the width of SmolLM2-135M: the share that the paper keeps, here of output
-gradients as of inputs.
+Rank 9 is 1.5 % of 576, the width of SmolLM2-135M. The paper keeps 1.5 %; these variants use rank 9
+for inputs and for output gradients.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ RANK = 9
 
 @dataclass(frozen=True)
 class TokensTwice(Spectral):
-    """Gives the tokens that a split leaves the largest errors a second FP4 term.
+    """Split that adds a second FP4 term for the tokens with the largest errors.
 
     Args:
-        tokens: share of them; each is one more token of the GEMMs.
+        tokens: share of tokens with a second term; each adds one token to the GEMMs.
     """
 
     tokens: float = 0.01
 
-    has_codes = False  # what a study saves may be dense
+    has_codes = False  # a study may store dense values
 
     def with_factors(
         self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
@@ -58,7 +58,7 @@ Change = Callable[[Scheme], Scheme]
 
 
 def with_scales(rule: ScaleRule, *roles: str) -> Change:
-    """Give operands another rule for their block scales."""
+    """Change the rule for the block scales of some operands."""
 
     def change(scheme: Scheme) -> Scheme:
         for role in roles:
@@ -73,7 +73,7 @@ def with_scales(rule: ScaleRule, *roles: str) -> Change:
 
 
 def with_split(*roles: str, **fields: object) -> Change:
-    """Give operands a split with other fields."""
+    """Change fields of the splits of some operands."""
 
     def change(scheme: Scheme) -> Scheme:
         for role in roles:
@@ -88,7 +88,7 @@ def with_split(*roles: str, **fields: object) -> Change:
 
 
 def as_a(kind: type[Spectral], role: str) -> Change:
-    """Split an operand by another conditioner with the same fields."""
+    """Replace an operand's split by a subclass with the same fields."""
 
     def change(scheme: Scheme) -> Scheme:
         operand = getattr(scheme, role)
@@ -99,12 +99,12 @@ def as_a(kind: type[Spectral], role: str) -> Change:
 
 
 def without_split(role: str) -> Change:
-    """Quantize an operand directly."""
+    """Quantize an operand without a split."""
     return lambda scheme: replace(scheme, **{role: Operand(getattr(scheme, role).quantizer)})
 
 
 def without_corrections(*roles: Role) -> Change:
-    """Leave the second terms of some operands out."""
+    """Drop the corrections of some operands."""
     return lambda scheme: replace(scheme, corrected=scheme.corrected - set(roles))
 
 
@@ -136,7 +136,7 @@ GROUPS: tuple[tuple[dict[str, tuple[Change, ...]], dict[str, object]], ...] = (
 
 
 def register(ending: str, changes: tuple[Change, ...], fields: dict[str, object]) -> None:
-    """Register a variant; its rank is `RANK` whatever a config says."""
+    """Register a variant; its rank is `RANK` regardless of the config."""
 
     @register_scheme(
         f"metis-{RANK}{ending}", summary="metis in parts", source="eval/results/report/method.md"

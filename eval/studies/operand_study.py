@@ -1,13 +1,13 @@
-"""What each choice in a four-bit scheme does to the operands of a trained model, without training.
+"""Measure the effect of each choice in a four-bit scheme on a trained model's operands.
 
     python eval/studies/operand_study.py --model runs/compare-custom-tiny/runs/bf16/seed-0/model \
         --data prose-validation [--out eval/results/operand-study.json]
 
-For a trained control and real text: relative errors |exact - emulated| / |exact| of x, w, dy and
-of y, dx, dw, the same of the mean of dw over 8 draws of noise (its bias), the error of x in the
-lower half of its singular directions, and by how much the held-out loss rises when the forward pass
-is quantized so. Finished variants are kept. Writes JSON, and each table to its place in
-eval/results/report/tiny-model.md.
+Uses a trained control and real text, and trains nothing. Measures the relative errors
+|exact - emulated| / |exact| of x, w, dy, y, dx and dw, the error of the mean of dw over 8 draws of
+noise (its bias), the error of x in the lower half of its singular directions, and the rise of the
+held-out loss with the forward pass quantized. Finished variants are kept. Writes JSON, and the
+tables into eval/results/report/tiny-model.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from metis_hf.operands import (
 )
 from metis_hf.schemes import Role, Scheme
 
-RANK = 32  # of the default scheme at this width in version 0.1.0
+RANK = 32  # the default at this width in version 0.1.0
 SEQUENCES, BATCH, DRAWS = 256, 32, 8
 PAGE = ROOT / "eval" / "results" / "report" / "tiny-model.md"
 KEYS = ("x", "w", "dy", "y", "dx", "dw", "dw_bias", "x_small", "loss")
@@ -67,7 +67,7 @@ def split(rank: int = RANK, **options: Any) -> Spectral:
 
 def scheme(x=IDENTITY, w=IDENTITY, dy=IDENTITY, *, qx=NEAREST, qw=NEAREST, qdy=STOCHASTIC,
            corrected=()) -> Scheme:  # fmt: skip
-    """One copy of each tensor for all its GEMMs; a quantizer None leaves it exact."""
+    """Build a scheme with one copy of each tensor for all GEMMs; a None quantizer is exact."""
     operands = (
         Operand(q, c) if q is not None else HIGH_PRECISION for q, c in ((qx, x), (qw, w), (qdy, dy))
     )
@@ -75,7 +75,7 @@ def scheme(x=IDENTITY, w=IDENTITY, dy=IDENTITY, *, qx=NEAREST, qw=NEAREST, qdy=S
 
 
 def own_copies(base: Scheme, **weight: Any) -> Scheme:
-    """Contraction mode: each GEMM has copies of its own."""
+    """Return the scheme in contraction mode, where each GEMM has its own copies."""
     return replace(
         base,
         fprop_weight=replace(base.fprop_weight, quantizer=replace(NEAREST, **weight)),
@@ -90,7 +90,7 @@ WEIGHT = split(sample_frac=1.0)
 ALL = {"x": split(), "w": WEIGHT, "dy": split()}
 X, W = Role.FPROP_INPUT, (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
 DY_DGRAD, DY_WGRAD = Role.DGRAD_GRAD_OUTPUT, Role.WGRAD_GRAD_OUTPUT
-CORRECTED = (X, *W)  # as metis does
+CORRECTED = (X, *W)  # as in metis
 METIS = scheme(**ALL, corrected=CORRECTED)
 
 # question -> variant -> scheme
@@ -189,23 +189,23 @@ STUDIES: dict[str, dict[str, Scheme]] = {
 
 
 def register(name: str, built: Scheme) -> MetisConfig:
-    """A config for a scheme of the study; what a conditioner remembers is each layer's own."""
+    """Register a scheme, and return its config; each layer copies it, with its own state."""
     register_scheme(name, summary="", source="")(lambda config, rank: copy.deepcopy(built))
     return MetisConfig(scheme=name)
 
 
 class Layer(NamedTuple):
-    """What enters a converted layer in training."""
+    """The tensors that enter a converted layer in training."""
 
     name: str
     linear: nn.Linear
     x: Tensor  # [t i]
     dy: Tensor  # [t o]
-    before: Tensor  # x of the batch before
+    before: Tensor  # x of the previous batch
 
 
 def capture(model: nn.Module, ids: Tensor, before: Tensor) -> list[Layer]:
-    """Every converted layer on one batch, with its inputs of another."""
+    """Capture every converted layer on the batch `ids`, with its input on the batch `before`."""
     layers = dict(metis_layers(model))
     hooks = Capture(set(layers), lambda *_: None)
     hooks.run(model, before, layers)
@@ -226,7 +226,7 @@ def capture(model: nn.Module, ids: Tensor, before: Tensor) -> list[Layer]:
 
 
 def errors(config: MetisConfig, layers: list[Layer]) -> dict[str, float]:
-    """Means over layers of what KEYS name, but for the loss."""
+    """Return the means over layers of the values in KEYS, except the loss."""
     sums = dict.fromkeys(KEYS[:-1], 0.0)
     for layer in layers:
         x, w, dy = layer.x, layer.linear.weight.detach(), layer.dy
@@ -244,11 +244,11 @@ def errors(config: MetisConfig, layers: list[Layer]) -> dict[str, float]:
 
 
 def emulated(config: MetisConfig, captured: Layer) -> dict[str, Tensor]:
-    """The operands and results of one layer in fp32, as in its second step of training."""
+    """Return the operands and results of one layer in fp32, as in its second training step."""
     layer = convert_linear(copy.deepcopy(captured.linear), config, name=captured.name).train()
     with torch.no_grad():
         layer(captured.before)
-    scheme = copy.deepcopy(layer.scheme)  # as it is before the second step
+    scheme = copy.deepcopy(layer.scheme)  # its state before the second step
     x = captured.x.clone().requires_grad_()
     y = layer(x)
     y.backward(captured.dy)
@@ -267,14 +267,14 @@ def emulated(config: MetisConfig, captured: Layer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def loss_of(model: nn.Module, ids: Tensor) -> float:
-    """Mean loss in nats per token in eval mode."""
+    """Return the mean loss in nats per token in eval mode."""
     model.eval()
     batches = ids.split(64)
     return sum(model(input_ids=b, labels=b).loss.item() for b in batches) / len(batches)
 
 
 def study(model_dir: Path, data_dir: Path, out: Path) -> dict[str, Any]:
-    """question -> variant -> KEYS, the loss as percent above the control's; adds to `out`."""
+    """Return question -> variant -> KEYS (loss in percent above the control's); update `out`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     held_out = load_chunked(data_dir)
     ids = torch.as_tensor(held_out[: min(SEQUENCES, len(held_out))]["input_ids"])
@@ -301,12 +301,12 @@ def study(model_dir: Path, data_dir: Path, out: Path) -> dict[str, Any]:
 
 
 def merged(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return question -> variant -> result of two records; the second's where both have one."""
+    """Merge two records of question -> variant -> result; the second takes precedence."""
     return {question: kept.get(question, {}) | found.get(question, {}) for question in kept | found}
 
 
 def table(variants: dict[str, dict[str, float]]) -> str:
-    """Return the markdown of one question: errors, and the rise of the loss in percent."""
+    """Return one question's markdown table: errors, and the rise of the loss in percent."""
     lines = ["| | " + " | ".join(TITLES) + " |", "|---|" + "---:|" * len(TITLES)]
     for name, found in variants.items():
         errors = [f"{found[key]:.3f}" for key in KEYS[:-1]]
@@ -315,10 +315,10 @@ def table(variants: dict[str, dict[str, float]]) -> str:
 
 
 def with_tables(page: str, record: dict[str, Any]) -> str:
-    """The page with each question's table between `<!-- study: QUESTION -->` and `<!-- end -->`.
+    """Put each question's table between `<!-- study: QUESTION -->` and `<!-- end -->`.
 
     Raises:
-        ValueError: the page lacks a question, or has one that was not asked.
+        ValueError: the questions of the record and of the page differ.
     """
     asked, marked = set(record["studies"]), set(re.findall("<!-- study: (.*?) -->", page))
     if asked != marked:
@@ -329,7 +329,6 @@ def with_tables(page: str, record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="a trained bf16 checkpoint")
     parser.add_argument("--data", type=Path, required=True, help="chunked held-out tokens")

@@ -1,9 +1,10 @@
-"""Schemes that are `metis-paper` with one thing changed that its text leaves open, to train each.
+"""Variants of `metis-paper`, each with one change to a detail that the paper leaves open.
 
     metis-hf compare --import eval/studies/paper_parts.py --config eval/studies/paper_parts.yaml \
         --data DIR --out runs/paper-parts
 
-What the config can say (rounding, scales, kept subspaces, a whole weight) needs no scheme here.
+Changes that a config can express (rounding, scales, kept subspaces, a weight that is not split)
+need no scheme here.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from metis_hf.schemes.parts import MetisConfig, Scheme, Spectral, SplitWeight, r
 
 @dataclass(frozen=True)
 class ExactFactors(Spectral):
-    """Leaves the factors in high precision: x_hat = a diag(lam) v^T + Q(x - a diag(lam) v^T)."""
+    """Split with factors in high precision: x_hat = a diag(lam) v^T + Q(x - a diag(lam) v^T)."""
 
-    has_codes = False  # what a study saves may be dense
+    has_codes = False  # a study may store dense values
 
     def with_factors(
         self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
@@ -38,7 +39,7 @@ class ExactFactors(Spectral):
 def changed(
     scheme: Scheme, of_split: Callable[[Spectral], Spectral], **of_weight: object
 ) -> Scheme:
-    """Return a scheme with other splits of inputs and gradients, and another stored weight."""
+    """Return the scheme with changed splits of inputs and gradients, and a changed split weight."""
     for role in ("fprop_input", "dgrad_grad_output"):
         operand = getattr(scheme, role)
         split = of_split(operand.conditioner)
@@ -54,12 +55,12 @@ def exact(split: Spectral) -> Spectral:
 
 
 def compensated(split: Spectral) -> Spectral:
-    """Return the split whose residual is taken against the quantized factors."""
+    """Return the split with its residual taken against the quantized factors."""
     return replace(split, compensated=True)
 
 
 def unchanged(split: Spectral) -> Spectral:
-    """Return the split."""
+    """Return the split as it is."""
     return split
 
 

@@ -1,17 +1,17 @@
-"""Puts finished experiments into the repository: records below eval/results, tables into pages.
+"""Put finished experiments into the repository: records under eval/results, tables into pages.
 
     python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
-    python eval/studies/publish.py compare --name methods-tiny    # draw a record's tables again
-    python eval/studies/publish.py compare --run RUN --name NAME --add    # runs beside a record's
+    python eval/studies/publish.py compare --name methods-tiny    # redraw a record's tables
+    python eval/studies/publish.py compare --run RUN --name NAME --add    # add runs to a record
     python eval/studies/publish.py fidelity --run runs/fidelity-NAME --name real-model/prose-a
-    python eval/studies/publish.py fidelity --name real-model/prose-a    # the same
+    python eval/studies/publish.py fidelity --name real-model/prose-a    # redraw
     python eval/studies/publish.py finetune --run runs/seed-0 runs/seed-1 --name deploy/smollm2
-    python eval/studies/publish.py finetune --name deploy/smollm2    # the same
+    python eval/studies/publish.py finetune --name deploy/smollm2    # redraw
     python eval/studies/publish.py eval --run runs/eval --name deploy/smollm2-tasks
 
-The table of the comparison named N goes between `<!-- compare N -->` and `<!-- end -->` of
-README.md and of each page in docs/ that has these markers, its losses beside published ones between
-`<!-- published N -->` and `<!-- end -->`, and so on. The demo is a comparison: `--run runs/demo`.
+The table of the comparison N goes between `<!-- compare N -->` and `<!-- end -->` on every page of
+`pages()` that has these markers. The table with published losses goes between `<!-- published N
+-->` and `<!-- end -->`, and so on. The demo is a comparison: `--run runs/demo`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "results"
 COMPARE_FILES = ("table.md", "loss.png", "gap.png", "cost.png")
-BESIDE_PUBLISHED = "published.md"  # of comparisons that repeat published runs
+BESIDE_PUBLISHED = "published.md"  # only for comparisons that repeat published runs
 FIDELITY_FILES = ("table.md", "cost.png")
 EVAL_FILES = ("table.md", "table.csv")
 
@@ -48,7 +48,7 @@ def page_with(marker: str, table: str, page: str) -> str:
     """Return the page with the table between `<!-- marker -->` and the next `<!-- end -->`.
 
     Raises:
-        ValueError: the page does not have that place, or not just one.
+        ValueError: the page does not have these markers exactly once.
     """
     marked = re.compile(rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)", re.DOTALL)
     text, count = marked.subn(lambda match: f"{match[1]}{table}{match[2]}", page)
@@ -65,7 +65,7 @@ def publish_table(out: Path, marker: str, table: str, page: Path) -> None:
 
 
 def publish_compare(run: Path, name: str) -> None:
-    """A comparison's record; paths of this machine become the names of what they lead to."""
+    """Publish a comparison's record and tables; local paths are reduced to file names."""
     target = RESULTS / name
     _copy(run, target, COMPARE_FILES)
     record = json.loads((run / "compare.json").read_text())
@@ -79,11 +79,11 @@ def publish_compare(run: Path, name: str) -> None:
 
 
 def add_runs(run: Path, name: str) -> None:
-    """Add the runs that a comparison on record lacks, and draw it again.
+    """Add new runs to a recorded comparison, and redraw it.
 
     Raises:
-        ValueError: runs of another plan, from other weights, or of a variant that is another one
-            there; runs that differ from those on record; none besides those.
+        ValueError: the plan, the initial weights or a variant's config differs from the record's; a
+            run differs from the recorded one; or no run is new.
     """
     file = RESULTS / f"{name}.json"
     record, more = json.loads(file.read_text()), json.loads((run / "compare.json").read_text())
@@ -116,7 +116,7 @@ def add_runs(run: Path, name: str) -> None:
 
 
 def results_of(record: dict[str, Any]) -> list[SchemeResult]:
-    """Return the runs of a comparison that is on record, with their curves."""
+    """Return the runs of a recorded comparison, with their curves."""
     from metis_hf.lab.compare.results import SchemeResult
 
     found = []
@@ -129,7 +129,7 @@ def results_of(record: dict[str, Any]) -> list[SchemeResult]:
 
 
 def plan_of(record: dict[str, Any]) -> ComparisonPlan:
-    """Return the plan of a comparison that is on record, with names in place of its paths."""
+    """Return the plan of a recorded comparison, with file names instead of paths."""
     from metis_hf.lab.compare.plan import ComparisonPlan
     from metis_hf.lab.compare.variants import Experiment, Variant
 
@@ -147,7 +147,7 @@ def plan_of(record: dict[str, Any]) -> ComparisonPlan:
 
 
 def draw_compare(name: str) -> None:
-    """Write what follows from the runs of a comparison on record, and its costs of today."""
+    """Recompute a recorded comparison's summaries, tables and figures, with today's costs."""
     import paper_parts  # noqa: F401  # schemes that some records have
     import training_parts  # noqa: F401
 
@@ -189,7 +189,7 @@ def draw_compare(name: str) -> None:
 
 
 def publish_fidelity(run: Path, name: str) -> None:
-    """A fidelity measurement's record; of the model and the text their names."""
+    """Publish a fidelity record; the paths of model and text are reduced to file names."""
     target = RESULTS / name
     _copy(run, target, FIDELITY_FILES)
     record = json.loads((run / "results.json").read_text())
@@ -200,7 +200,7 @@ def publish_fidelity(run: Path, name: str) -> None:
 
 
 def draw_fidelity(name: str) -> None:
-    """Write the table and the figure of a measurement that is on record."""
+    """Write the table and the figure of a recorded measurement."""
     from metis_hf.lab.fidelity.fidelity_page import write_outputs
     from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity
 
@@ -214,7 +214,7 @@ def draw_fidelity(name: str) -> None:
 
 
 def publish_finetune(runs: Sequence[Path], name: str) -> None:
-    """A fine-tuning's record, a run for each seed; of model, data and exports the names."""
+    """Publish a fine-tuning record, one run per seed; paths are reduced to file names."""
     target = RESULTS / name
     target.mkdir(parents=True, exist_ok=True)
     records = []
@@ -235,7 +235,7 @@ def publish_finetune(runs: Sequence[Path], name: str) -> None:
 
 
 def draw_finetune(name: str) -> None:
-    """Write the table of a fine-tuning that is on record."""
+    """Write the table of a recorded fine-tuning."""
     from metis_hf.lab.finetune_table import Outcome, markdown_tables
 
     target = RESULTS / name
@@ -246,14 +246,14 @@ def draw_finetune(name: str) -> None:
 
 
 def publish_eval(run: Path, name: str) -> None:
-    """An evaluation's tables; its result files hold every item and stay where they are."""
+    """Publish an evaluation's tables; its result files, which hold every item, are not copied."""
     target = RESULTS / name
     _copy(run, target, EVAL_FILES)
     _into_pages(f"eval {name}", target)
 
 
 def _rounded(value: Any) -> Any:
-    """Return JSON with five digits of each number: more would be this machine's sums."""
+    """Round floats in a JSON value to five digits; more depend on the machine's sums."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -262,7 +262,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
-    """Copy files; a figure that the run has not, as it was not drawn, is removed."""
+    """Copy files; remove figures that the run did not draw."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         if name.endswith(".png") and not (run / name).exists():
@@ -272,7 +272,7 @@ def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
 
 
 def _weights(run: Path, plan: dict[str, Any]) -> str | None:
-    """Return the digest of the weights that all runs began from; None: new ones, or not noted."""
+    """Return the digest of the initial checkpoint; None without one, or if not recorded."""
     file, checkpoint = run / "inputs.json", plan.get("experiment", {}).get("checkpoint")
     return json.loads(file.read_text()).get(checkpoint) if file.is_file() else None
 
@@ -286,7 +286,7 @@ def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _into_pages(marker: str, results: Path, file: str = "table.md") -> list[Path]:
-    """Put a table into the pages that have its markers; returns them."""
+    """Put a table into the pages that have its markers, and return those pages."""
     table, shown = (results / file).read_text(), []
     for page in pages():
         text = page.read_text()
@@ -297,7 +297,6 @@ def _into_pages(marker: str, results: Path, file: str = "table.md") -> list[Path
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
     compare = kinds.add_parser("compare")

@@ -1,12 +1,13 @@
-"""Whether decomposing the weights anew during training costs or gains anything.
+"""Measure the effect of decomposing the weights again during training.
 
     python eval/studies/refresh.py [--steps 200] [--out eval/results/refresh.json]
 
 Trains a byte-level Llama (96 wide, 0.2M parameters) on the standard library's sources with the
 stock Trainer and MetisCallback, without refresh and with one every 25 or 100 steps, for each split
 scheme (weights stored as u, s, vh and residual) and three seeds. Runs of one seed share
-initialization, batches and noise keys, so they are compared in pairs. Finished trainings are kept,
-so it can be interrupted; a file of other settings is refused. Writes JSON and a table.
+initialization, batches and noise keys, so they are compared in pairs. Finished runs are kept, so
+the study can be interrupted; an output file with other settings is refused. Writes JSON and a
+table.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class Windows(torch.utils.data.Dataset):
 
 
 def config_of(scheme: str) -> MetisConfig:
-    """The scheme with stored factors, without which there is nothing to decompose anew."""
+    """Return the scheme's config with stored factors, which a refresh needs."""
     return MetisConfig(scheme=scheme, split_weight=True)
 
 
 def load_bytes() -> tuple[torch.Tensor, torch.Tensor]:
-    """(train, validation) as byte tensors."""
+    """Return (train, validation) as byte tensors."""
     splits = split_documents(stdlib_documents())
     return tuple(
         torch.frombuffer(bytearray("\0".join(d.text for d in docs).encode()), dtype=torch.uint8)
@@ -74,13 +75,13 @@ def load_bytes() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kept(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what a file of results has of a study, nothing where there is no file.
+    """Return the contents of a file of results, {} if there is no file.
 
     Raises:
-        SystemExit: its results are of other settings, and would be lost.
+        SystemExit: the results have other settings, and would be lost.
     """
     found = json.loads(out.read_text()) if out.exists() else {}
-    asked = json.loads(json.dumps(settings))  # tuples are lists there
+    asked = json.loads(json.dumps(settings))  # turns tuples into lists, as in the file
     differing = [key for key, value in asked.items() if found and found.get(key) != value]
     if differing:
         raise SystemExit(
@@ -91,7 +92,7 @@ def kept(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(scheme: str, interval: int, seed: int, steps: int, data: tuple) -> dict[str, Any]:
-    """One run: held-out loss, curve (mean training loss of every WINDOW steps), largest drift."""
+    """Train once; return held-out loss, curve (mean over WINDOW steps), refreshes, drift."""
     transformers.set_seed(seed)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL))
     config = config_of(scheme).replace(seed=seed, refresh_interval=interval)
@@ -129,7 +130,7 @@ def train(scheme: str, interval: int, seed: int, steps: int, data: tuple) -> dic
 
 
 def change(runs: dict[str, Any], scheme: str, interval: int, values: str) -> tuple[float, float]:
-    """(mean, standard error) over seeds of a run's loss against that without refresh, percent."""
+    """Return (mean, standard error) over seeds of the change by refresh, percent."""
 
     def value(run: dict[str, Any]) -> float:
         return run["loss"] if values == "loss" else statistics.fmean(run["curve"])
@@ -142,12 +143,12 @@ def change(runs: dict[str, Any], scheme: str, interval: int, values: str) -> tup
 
 
 def key_of(scheme: str, interval: int, seed: int) -> str:
-    """The name of a run in the results."""
+    """Return the name of a run in the results."""
     return f"{scheme}, every {interval}, seed {seed}"
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: a row for each scheme and interval."""
+    """Return the markdown table, a row for each scheme and interval."""
     runs = results["runs"]
     lines = [
         f"Held-out loss (nats per byte) after {results['steps']} steps of "
@@ -179,7 +180,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Runs what the output file does not hold yet, and writes the table."""
+    """Run everything that is missing from the output file, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("eval/results/refresh.json"))

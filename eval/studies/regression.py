@@ -1,4 +1,4 @@
-"""Least squares with Student's t intervals, of independent errors or of clustered ones."""
+"""Least squares with Student's t intervals, for independent or clustered errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A coefficient, the half width of its interval, and whether zero is outside of that."""
+    """A coefficient and the half width of its interval."""
 
     value: float
     half_width: float
 
     @property
     def excludes_zero(self) -> bool:
-        """Return whether the coefficient is told apart from zero."""
+        """Return whether zero is outside the interval."""
         return abs(self.value) > self.half_width
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Fit:
     """A least-squares fit.
 
     Attributes:
-        coefficients: [k], in the order of the columns of the design.
+        coefficients: [k], in the order of the design's columns.
         covariance: [k, k] of the coefficients.
         freedom: degrees of freedom of the intervals.
         residual: standard deviation of a point around the fit, in logs.
@@ -53,7 +53,7 @@ class Fit:
         return Estimate(float(self.coefficients[column]), self._quantile * error)
 
     def predict(self, at: Array) -> tuple[float, float, float]:
-        """Return the gap of a new run at one row [k] of the design: middle, low and high."""
+        """Return the predicted gap of a new run at a design row [k]: middle, low and high."""
         middle = float(at @ self.coefficients)
         half = self._quantile * math.sqrt(self.residual**2 + at @ self.covariance @ at)
         return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
@@ -64,10 +64,10 @@ class Fit:
 
 
 def least_squares(design: Array, y: Array) -> Fit:
-    """Fit y [n] by a design [n, k], errors independent and alike.
+    """Fit y [n] by a design [n, k], with independent errors of equal variance.
 
     Raises:
-        ValueError: too few points, or columns that depend on each other.
+        ValueError: too few points, or linearly dependent columns.
     """
     count, columns = design.shape
     if count <= columns or np.linalg.matrix_rank(design) < columns:
@@ -83,15 +83,15 @@ def least_squares(design: Array, y: Array) -> Fit:
 
 
 def clustered(design: Array, y: Array, clusters: Sequence[Hashable]) -> Fit:
-    """Fit as `least_squares`, errors of one cluster alike or not, those of others independent.
+    """Fit as `least_squares`, but allow correlated errors within a cluster.
 
-    The covariance is the sandwich of the clusters' scores, corrected for their number; intervals
-    have a degree of freedom less than there are clusters.
+    The covariance is the cluster-robust sandwich estimator, corrected for the number of clusters.
+    Intervals have one degree of freedom less than there are clusters.
 
     Args:
         design: [n, k].
         y: [n].
-        clusters: [n], of each row.
+        clusters: [n], the cluster of each row.
     """
     found = least_squares(design, y)
     scores = design * (y - design @ found.coefficients)[:, None]

@@ -1,11 +1,11 @@
-"""What storing weights split does to each scheme: a table in report/tiny-model.md.
+"""Tabulate the effect of storing weights split on each scheme: report/tiny-model.md.
 
     python eval/studies/split_effect.py
 
 Reads the records of `metis-hf compare` with all schemes and with preset `split`, on the same data
-and schedule, and pairs their runs by seed: what a scheme loses to `bf16` with dense weights, with
-u, s, vh and residual, to `bf16-split` then, and what the stored form by itself changes. Nothing is
-trained.
+and schedule, and pairs their runs by seed. The columns are each scheme's gap to `bf16` with dense
+weights, its gap to `bf16` and to `bf16-split` with u, s, vh and residual, and the change from dense
+to split. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTROLS = ("bf16", "bf16-split")
 
 
 def table(dense: dict[str, Any], split: dict[str, Any]) -> str:
-    """A row for each scheme of the comparison with split weights, in the order of that loss.
+    """Return a row for each scheme of the comparison with split weights, lowest loss first.
 
     Raises:
         ValueError: the comparisons did not train the same model on the same data.
@@ -41,7 +41,7 @@ def table(dense: dict[str, Any], split: dict[str, Any]) -> str:
     rows = []
     for name in sorted(stored.keys() - set(CONTROLS), key=lambda n: (_mean_gap(stored, n), n)):
         scheme = name.removesuffix(SUFFIX)
-        # None: stored split by its own definition, or not trained dense.
+        # None if the scheme always stores split weights, or was not trained dense.
         own = plain.get(scheme) if name != scheme else None
         cells = [
             scheme,
@@ -61,7 +61,7 @@ def _losses(record: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _gap(losses: dict[str, float], base: dict[str, float]) -> Interval:
-    """Percent of `base`, paired by seed."""
+    """Return the gap in percent of `base`, paired by seed."""
     return t_interval(list(gaps_percent(losses, base).values()))
 
 

@@ -1,6 +1,6 @@
-"""Quantizers of the studies, and what may be done beside a split or in its place.
+"""Quantizers and conditioners of the studies: alternatives and additions to a split.
 
-Conditioners as schemes have them (`metis_hf.operands`), in no scheme because they gained nothing.
+No scheme uses these conditioners, because they gained nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FP8 = Quantizer("fp8-e4m3", two_level=False)
 
 @dataclass(frozen=True)
 class Factors(Conditioner):
-    """A split with its factors in another format, or (None) exact."""
+    """A split with its factors in another format, or exact if `factor` is None."""
 
     split: Spectral
     factor: Quantizer | None = None
@@ -43,7 +43,7 @@ class Factors(Conditioner):
 
 @dataclass(frozen=True)
 class MeanThenSplit(Conditioner):
-    """The mean of the rows is taken off, exactly, before a split."""
+    """A split of the rows minus their mean; the mean stays exact."""
 
     split: Spectral
 
@@ -55,7 +55,7 @@ class MeanThenSplit(Conditioner):
 
 @dataclass(frozen=True)
 class RotatedResidual(Conditioner):
-    """A split whose residual is quantized in a basis rotated by a Hadamard matrix."""
+    """A split with its residual quantized in a basis rotated by a Hadamard matrix."""
 
     split: Spectral
 
@@ -69,7 +69,7 @@ class RotatedResidual(Conditioner):
 
 @dataclass(frozen=True)
 class Eden(Conditioner):
-    """MS-EDEN of a matrix, or of the residual of its split: in a basis of the call's noise."""
+    """MS-EDEN of a matrix, or of its split's residual, in a random basis drawn from the key."""
 
     split: Spectral | None = None
 
@@ -85,10 +85,10 @@ class Eden(Conditioner):
 
 @dataclass(frozen=True)
 class WarmStarted(Spectral):
-    """The subspace of the call before, moved by one power step, as in Dion (arXiv 2504.05295).
+    """A split with the last call's subspace, moved by one power step (Dion, arXiv 2504.05295).
 
-    No sketch: v = orth(R^T R v) with R the sampled rows. The first call finds
-    its subspace as `Spectral` does.
+    v = orth(R^T R v), with R the sampled rows and no sketch. The first call finds its subspace as
+    `Spectral` does.
     """
 
     last: list[Tensor] = field(default_factory=list, compare=False)

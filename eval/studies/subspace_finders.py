@@ -1,10 +1,10 @@
-"""Subspaces with and without singular vectors, and kept ones: energy, errors, a real model.
+"""Compare subspaces with and without singular vectors, and kept ones, on a real model.
 
     python eval/studies/subspace_finders.py MODEL TEXT
 
-MODEL is a checkpoint of transformers, nothing is trained; TEXT has documents between lines of
-"<|endoftext|>". Writes eval/results/subspace-finders.json, and keeps its parts "from scratch" and
-"noise", whose source eval/results/report/method.md names.
+MODEL is a transformers checkpoint; nothing is trained. TEXT has documents separated by lines of
+"<|endoftext|>". Writes eval/results/subspace-finders.json, but keeps its parts "from scratch" and
+"noise"; eval/results/report/method.md names their source.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ RANKS = (6, 15, 48, 96)
 MODEL_RANKS = (15, 48)
 ROWS = 16  # sums of rows for each column of a sketch, as in `metis`
 KEYS = 5
-# A sample [n c], the rank k and a noise key -> [c k]. "singular vectors": of a sketch with 8
-# columns to spare, the best directions of its span.
+# (sample [n c], rank k, noise key) -> basis [c k]. "singular vectors" takes the best directions in
+# the span of a sketch with 8 extra columns.
 FINDERS: dict[str, Callable[..., Tensor]] = {
     "singular vectors, one product": partial(dominant_subspace, oversample=8, n_iter=1),
     "one product": partial(dominant_basis, n_iter=1),
@@ -62,13 +62,13 @@ LAYERS = [
 
 
 def sums_of(x: Tensor, rank: int, key: Key) -> Tensor:
-    """Return the sums of rows that `metis` finds a subspace of x [t c] from."""
+    """Return the sums of rows from which `metis` finds a subspace of x [t c]."""
     return sum_rows(x, max(-(-len(x) // 100), fewest_rows(rank, ROWS)), key.fold(4))
 
 
 @contextmanager
 def found_by(finder: str) -> Iterator[None]:
-    """Let layers find their subspaces by one of `FINDERS`."""
+    """Make layers find their subspaces with one of `FINDERS`."""
 
     def find(x: Tensor, rank: int, *, key: Key, start: Tensor | None = None, **options) -> Tensor:
         if start is not None:
@@ -80,7 +80,7 @@ def found_by(finder: str) -> Iterator[None]:
 
 
 def batches(model: str, text: str, count: int) -> list[Tensor]:
-    """Return that many batches of token ids [4 256], a document's beginning in each row."""
+    """Return `count` batches of token ids [4 256]; each row is the beginning of a document."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows: list[list[int]] = []
     for document in Path(text).read_text(encoding="utf8").split("\n<|endoftext|>\n"):
@@ -95,9 +95,9 @@ def batches(model: str, text: str, count: int) -> list[Tensor]:
 def losses_and_gradients(
     model: torch.nn.Module, names: list[str], text: list[Tensor]
 ) -> tuple[list[float], list[Tensor]]:
-    """Return the losses and gradients [n] of all batches but the first, each a step of training.
+    """Return the losses and gradients [n] of training steps on all batches except the first.
 
-    No weight changes; the first batch is where kept subspaces come from.
+    The weights do not change. The first batch initializes kept subspaces.
     """
     model.train()
     losses, gradients = [], []
@@ -146,8 +146,8 @@ def on_a_model(path: str, text: str) -> dict[str, dict[str, list[float]]]:
 def rounding_errors(path: str, text: str) -> dict[str, dict[str, float]]:
     """Return relative errors of layers' inputs and outputs in percent, by rank and finder.
 
-    Geometric means over layers; the input split and quantized, the weight exact. "turned": the
-    basis of the finder before, multiplied by a random orthogonal matrix.
+    The errors are geometric means over layers, with the input split and quantized and the weight
+    exact. "turned" multiplies the first finder's basis by a random orthogonal matrix.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     inputs: dict[str, Tensor] = {}
@@ -188,12 +188,12 @@ def rounding_errors(path: str, text: str) -> dict[str, dict[str, float]]:
 
 
 def energy(x: Tensor, basis: Tensor) -> float:
-    """Return the share of the energy of x [t c] that an orthonormal basis [c k] holds."""
+    """Return the share of the energy of x [t c] in the span of an orthonormal basis [c k]."""
     return ((x @ basis.double()).square().sum() / x.square().sum()).item()
 
 
 def without_a_gap(rows: int = 4096, columns: int = 512) -> dict[str, dict[str, float]]:
-    """Return the energy that finders hold, as a share of what the SVD holds, worst of some keys."""
+    """Return the energy in the finders' subspaces relative to the SVD's, worst over the keys."""
     random = torch.Generator().manual_seed(0)
     gaussian = torch.randn(rows, columns, generator=random, dtype=torch.float64)
     u, _, vh = torch.linalg.svd(gaussian, full_matrices=False)
@@ -222,7 +222,7 @@ if __name__ == "__main__":
     parser.add_argument("text")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    record = json.loads(OUT.read_text()) if OUT.exists() else {}  # keeps what trainings said
+    record = json.loads(OUT.read_text()) if OUT.exists() else {}  # keeps the other parts
     record["torch"] = torch.__version__
     record["energy"] = without_a_gap()
     record["errors"] = rounding_errors(args.model, args.text)

@@ -1,9 +1,9 @@
-"""Schemes that quantize some operands alone: which of them costs what in training?
+"""Schemes that quantize only some operands, to measure the cost of each in training.
 
     metis-hf compare --import eval/studies/training_parts.py --schemes bf16,rne-x,rne-w,rne-dy
 
-Each is `nvfp4-rne` for the operands that its name says, and exact for the others: of x, w or dy in
-both GEMMs that read it, or in one of them.
+Each scheme is `nvfp4-rne` for the operands in its name and exact for the others. A name stands for
+x, w or dy in both GEMMs that read the tensor, or in one of them ("x-fprop").
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def register(name: str, quantized: tuple[Role, ...]) -> None:
         whole = nvfp4_rne(config, rank)
         operands = {role: whole.resolve(role)[1] for role in Role}
         exact = {role: HIGH_PRECISION for role in Role if role not in quantized}
-        # Copies that equal the first GEMM's are that copy, as in the whole scheme.
+        # None reuses the copy of the first GEMM, as in the whole scheme.
         found = operands | exact
         reused = {
             role: None

@@ -1,9 +1,9 @@
-"""Shows gaps at width 768 on a CPU and on a GPU: a table in eval/results/report/from-scratch.md.
+"""Tabulate gaps at width 768 on a CPU and on a GPU: eval/results/report/from-scratch.md.
 
     python eval/studies/two_devices.py
 
-Reads the record of the runs on a CPU, and the losses that runs on a GPU printed. A run is paired
-with the one of its seed and device that it is compared with. Nothing is trained.
+Reads the record of the CPU runs, and the losses that the GPU runs printed. Runs are paired by seed
+and device. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def losses_of_record(path: Path) -> Losses:
 
 
 def losses_of_csv(path: Path) -> Losses:
-    """Read a row for each variant, a column for each seed; a run that broke off has no number."""
+    """Read a row for each variant, a column for each seed; an aborted run's cell is empty."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {
@@ -44,12 +44,12 @@ def losses_of_csv(path: Path) -> Losses:
 
 
 def gaps(losses: Losses, name: str, base: str = CONTROL) -> list[float]:
-    """Return the percent above another variant, of each seed that both have."""
+    """Return the gaps to another variant in percent, for each seed that both have."""
     return list(gaps_percent(losses.get(name, {}), losses[base]).values())
 
 
 def table(cpu: Losses, gpu: Losses) -> str:
-    """A row for each variant that ran on the GPU, in its order."""
+    """Return a row for each variant that ran on the GPU, in order."""
     rows = [
         f"| Gap to the control, % | CPU | GPU | both | runs | above `{PLAIN}`, both | pairs |",
         "|---|" + "---:|" * 6,

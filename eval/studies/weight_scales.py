@@ -1,12 +1,12 @@
-"""What the choice of weights' scales brings a model that is deployed in NVFP4.
+"""Measure the effect of the choice of weight scales on a model deployed in NVFP4.
 
     python eval/studies/weight_scales.py MODEL TEXT
 
-Quantizes the weights of a causal language model in four ways, and measures their signal to noise
-ratio and the loss on a text; nothing else is quantized, nothing is trained. Two of the ways clip
-each row of a weight to a share of the largest magnitude of each block, the share with the smallest
-squared error of `SHARES`: what learned clipping of weights (OmniQuant, arXiv 2308.13137) could find
-at best, in that sense. The record is eval/results/deploy/weight-scales.
+Quantizes only the weights of a causal language model in four ways, without training, and measures
+their signal-to-noise ratio and the loss on a text. Two of the ways clip each row of a weight to a
+share of each block's largest magnitude, the share from `SHARES` with the smallest squared error,
+which bounds the gain of learned clipping (OmniQuant, arXiv 2308.13137) in squared error. The record
+is eval/results/deploy/weight-scales.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def best_clipped(weight: Tensor, quantizer: Quantizer) -> Tensor:
-    """Quantize a weight [o i], each row clipped by the share that leaves it the smallest error."""
+    """Quantize a weight [o i], each row clipped by the share with the smallest squared error."""
     blocks = weight.unflatten(1, (-1, NVFP4.block_size))
     largest = blocks.abs().amax(-1, keepdim=True)
     best = quantizer(weight)
@@ -56,10 +56,10 @@ def best_clipped(weight: Tensor, quantizer: Quantizer) -> Tensor:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, ids: Tensor) -> list[dict[str, str | float]]:
-    """Return a row for each of `WAYS`; the model has its own weights again afterwards.
+    """Return a row for each of `WAYS`, and restore the model's weights.
 
     Args:
-        model: dense; all its linear layers but the output head are quantized.
+        model: dense; all linear layers except the output head are quantized.
         ids: tokens [n length].
     """
     head = model.get_output_embeddings()

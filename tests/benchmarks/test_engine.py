@@ -151,10 +151,12 @@ def test_numbers_beside_the_table_are_the_record_s():
     for said in (
         f"{right['vllm']} right through vLLM, {right['ours_fp32']} through our own model in fp32 "
         f"and {right['ours_bf16']} in BF16",
-        f"{-llama:.3f} lower with its tensors, the tied one's {tied:.3f} higher".replace("0.", "."),
-        "{} beyond ours on the Python reference and {} on code".format(*pair("all")),
-        "its weights alone {} and {}".format(*pair("weights")),
-        "its input scales alone {} and {}".format(*pair("inputs")),
+        (
+            f"the loss of Llama is {-llama:.3f} lower and the loss of tied Llama {tied:.3f} higher"
+        ).replace("0.", "."),
+        "{} on the Python reference and {} on code".format(*pair("all")),
+        "only its weights, {} and {}".format(*pair("weights")),
+        "only its input scales, {} and {}".format(*pair("inputs")),
         "{} and {}".format(*(f"{each['difference']:+.3f} ± {each['error']:.3f}" for each in both)),
         f"{min(squared):.2f} to {max(squared):.2f} times our squared error",
     ):
