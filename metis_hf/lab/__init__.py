@@ -1,1 +1,1 @@
-"""Measure schemes: fidelity, comparisons, evaluations, analyses, and what they cost."""
+"""Measure schemes: fidelity, comparisons, evaluations, analyses and cost."""

@@ -1,4 +1,4 @@
-"""Quantization after training in one step: any dense model or checkpoint, calibrated on a text."""
+"""Post-training quantization: convert a dense model or checkpoint and calibrate it on a text."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from metis_hf.shared.messages import some
 from metis_hf.training.calibration import METHODS, calibrate, has_static_scales
 
 SCHEMES = ("w4a4", "w4a16")
-_BATCH = 4  # sequences of a forward pass
-_WIDTH = 64  # of a layer, to ask a scheme what it keeps
+_BATCH = 4  # sequences per forward pass
+_WIDTH = 64  # in and out features of the layer for which `_static` builds schemes
 _WHICH_LAYERS = (
     "target_modules",
     "exclude_modules",
@@ -46,15 +46,15 @@ _WHICH_LAYERS = (
 
 @dataclass(frozen=True)
 class Calibration:
-    """The choices of a calibration."""
+    """The settings of a calibration."""
 
-    text: str | Path | None  # UTF-8, or .jsonl; None where only weights are quantized
-    scheme: str | None = None  # of `SCHEMES`, for a model without static scales; None: "w4a4"
-    sequences: int = 128  # at most so many of the text's beginning
-    length: int = 512  # tokens of each; the model's context if that is shorter
-    method: str = METHODS[0]  # how the scales of inputs are found; see `calibrate`
+    text: str | Path | None  # UTF-8 or .jsonl file; may be None if only weights are quantized
+    scheme: str | None = None  # one of SCHEMES, for a model without static scales; None: "w4a4"
+    sequences: int = 128  # at most this many, from the start of the text
+    length: int = 512  # tokens per sequence, at most the model's context
+    method: str = METHODS[0]  # how input scales are chosen; see `calibrate`
     device: str = "cpu"
-    exclude: tuple[str, ...] = ()  # modules to leave, as `MetisConfig.modules_to_not_convert`
+    exclude: tuple[str, ...] = ()  # added to `MetisConfig.modules_to_not_convert`
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -75,23 +75,23 @@ def calibrated_model(
     report: Callable[[str], None] = print,
     progress: TaskProgress | None = None,
 ) -> PreTrainedModel:
-    """Return a checkpoint in a scheme of static scales, calibrated; in fp32 on the CPU.
+    """Load a checkpoint, convert it to a scheme with static scales, and calibrate it.
 
-    A dense checkpoint is converted. One in a scheme without static scales takes the chosen one,
-    with the weights that it represents and the layers that it has converted. One in a scheme with
-    them keeps its schemes, and its scales are found again.
+    The returned model is in fp32 on the CPU. A dense checkpoint is converted. A checkpoint in a
+    scheme without static scales moves to the chosen scheme, with the same layers and the weights
+    that it represents. A checkpoint with static scales keeps its schemes and is calibrated again.
 
     Args:
-        checkpoint: a directory or a name on the hub.
+        checkpoint: a directory or a hub name.
         calibration: the text, and how it is used.
-        report: takes a line on what is done.
-        progress: shows the batches that are done.
+        report: called with each line about the work.
+        progress: shows the finished batches.
 
     Raises:
-        FileNotFoundError: no such text.
+        FileNotFoundError: the text file is missing.
         ValueError: a checkpoint quantized by other software; layers that cannot be packed; no
-            text where inputs are quantized; a text too short; a model that reads more than token
-            ids.
+            text although inputs are quantized; a text that is too short; a model that reads more
+            than token ids.
     """
     config = model_config(checkpoint)
     method = quantization_of(config)
@@ -130,7 +130,7 @@ def calibrated_model(
 
 @dataclass(frozen=True)
 class _Shown:
-    """Batches that show how many of them are done."""
+    """An iterable of batches that advances a progress bar."""
 
     batches: list[Tensor]
     progress: TaskProgress
@@ -145,7 +145,7 @@ class _Shown:
 def _convert(
     model: PreTrainedModel, calibration: Calibration, report: Callable[[str], None]
 ) -> None:
-    """Give the model the scheme, in place, unless it has one with static scales."""
+    """Convert the model in place, unless it already has static scales."""
     scheme, exclude = calibration.scheme, calibration.exclude
     if has_static_scales(model):
         for name, value in (("scheme", scheme), ("exclude", list(exclude))):
@@ -162,7 +162,7 @@ def _convert(
         config = replace(config, **{name: getattr(own, name) for name in _WHICH_LAYERS})
         kept = [name for name, layer in metis_layers(model) if _is_kept(own, layer)]
         if kept:
-            # Of experts the fused weight, which their layers become again.
+            # Experts are named by their fused weight, which `to_dense` restores.
             fused = (re.sub(r"\.metis_(\w+)\.\d+$", r".\1", name) for name in kept)
             names = (*(config.modules_to_not_convert or ()), *dict.fromkeys(map(re.escape, fused)))
             config = replace(config, modules_to_not_convert=names)
@@ -175,7 +175,7 @@ def _convert(
 
 
 def _is_kept(config: MetisConfig, layer: MetisLayer) -> bool:
-    """Return whether the config's `scheme_pattern` left a layer unquantized, unlike its scheme."""
+    """Return whether `scheme_pattern` gives the layer a scheme that leaves its weight exact."""
     own = layer.config.replace(high_precision=())
     scheme = build_scheme(own, layer.in_features, layer.out_features)
     return own.scheme != config.scheme and scheme.fprop_weight.quantizer is None
@@ -188,7 +188,7 @@ def _config(model: PreTrainedModel) -> MetisConfig:
 
 
 def _quantizes_inputs(config: PreTrainedConfig, calibration: Calibration) -> bool:
-    """Return whether a model will quantize inputs once it is converted, by what its config says."""
+    """Return whether the model, once converted, quantizes the inputs of any layer."""
     own = getattr(config, "quantization_config", None)
     states = _static(MetisConfig(scheme=calibration.scheme or SCHEMES[0]))
     if own is not None:
@@ -197,7 +197,7 @@ def _quantizes_inputs(config: PreTrainedConfig, calibration: Calibration) -> boo
 
 
 def _static(config: MetisConfig) -> list[StaticScales]:
-    """Return the states of those schemes of a config that have static scales."""
+    """Return the StaticScales of the config's schemes that have them."""
     schemes = (build_scheme(config.replace(scheme=name), _WIDTH, _WIDTH) for name in config.schemes)
     return [scheme.state for scheme in schemes if isinstance(scheme.state, StaticScales)]
 
@@ -209,10 +209,10 @@ def _reads_tokens(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> bool:
 def calibration_rows(
     config: PreTrainedConfig, checkpoint: str | Path, calibration: Calibration
 ) -> Tensor:
-    """Return the token ids [n length] that a checkpoint of this config is calibrated on.
+    """Return the start of the calibration text as token ids [n length].
 
     Raises:
-        ValueError: no text, one too short, or a model that reads more than token ids.
+        ValueError: no text, a text that is too short, or a model that reads more than token ids.
     """
     if calibration.text is None:
         raise ValueError(

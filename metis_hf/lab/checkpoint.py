@@ -1,4 +1,4 @@
-"""Trained checkpoints on disk: what each holds, what it can be evaluated in, how it is loaded."""
+"""Trained checkpoints on disk: their contents, precisions to evaluate them in, and loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
-from metis_hf.conversion.hub import read_config  # which registers the format with transformers
+from metis_hf.conversion.hub import read_config  # registers the format with transformers
 from metis_hf.deploy.packed import load_deployed, load_packed
 from metis_hf.deploy.packed_layouts import COMPRESSED, FORMAT, UNPACKED
 from metis_hf.schemes import CONTROL, scheme_info
@@ -31,7 +31,7 @@ CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.model", "vocab.txt")
 DENSE = "dense"
-# Attention of these is causal whatever `is_decoder` says, which others of their kind go by.
+# The attention of these model types is causal, whatever `is_decoder` says.
 _ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
 
@@ -39,21 +39,21 @@ _ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 class Checkpoint:
     """A directory that `from_pretrained` can load."""
 
-    path: Path  # with `config.json`; for an adapter, its base's
+    path: Path  # holds `config.json`; for an adapter, the base model's directory
     label: str  # its name in a table
     quantization: dict[str, Any]  # `quantization_config`; empty for a dense model
-    conversion: MetisConfig | None = None  # of a dense model once it is loaded
-    adapter: Path | None = None  # directory of the PEFT adapter on top of it
-    trained: bool = False  # the conversion comes from the adapter's training, and was not asked for
+    conversion: MetisConfig | None = None  # converts a dense model after loading
+    adapter: Path | None = None  # directory of the PEFT adapter on top of the model
+    trained: bool = False  # `conversion` comes from the adapter's training, not from the user
 
     @property
     def place(self) -> Path:
-        """The directory that stands for it: its adapter's if it has one."""
+        """The adapter's directory if there is an adapter, else the model's."""
         return self.adapter or self.path
 
     @cached_property
     def metis(self) -> MetisConfig | None:
-        """The config that it is evaluated under; None where there is none."""
+        """The MetisConfig for evaluation in the scheme; None without one."""
         if self.quantization.get("quant_method") != MetisConfig.quant_method:
             return self.conversion
         try:
@@ -63,12 +63,12 @@ class Checkpoint:
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        """The names of its Metis schemes, beginning with the one of most layers."""
+        """The names of the Metis schemes, the scheme of most layers first."""
         return () if self.metis is None else self.metis.schemes
 
     @property
     def scheme(self) -> str:
-        """Metis's schemes, "dense" without quantization, else the name of the method."""
+        """The Metis schemes joined by "+", "dense" without quantization, else `quant_method`."""
         if self.metis is None:
             return self.quantization.get("quant_method", DENSE)
         of_layers = dict.fromkeys([self.metis.scheme, *self.metis.scheme_pattern.values()])
@@ -78,11 +78,11 @@ class Checkpoint:
 
     @property
     def quantized(self) -> bool:
-        """Return whether the trained scheme and dense evaluation can differ at all."""
+        """Return whether evaluation in the scheme can differ from dense evaluation."""
         return self.scheme not in (DENSE, CONTROL)
 
     def precisions(self, asked: str) -> tuple[str, ...]:
-        """Return the evaluations that "scheme", "dense" or "both" ask for."""
+        """Return the precisions to evaluate in, given "scheme", "dense" or "both"."""
         if not self.quantized:
             return ("dense",)
         if self.conversion is not None and not self.trained:  # the dense model has its own row
@@ -93,11 +93,11 @@ class Checkpoint:
 
     @property
     def _by_others(self) -> bool:
-        """Return whether its weights are quantized by other software, so that none are dense."""
+        """Return whether other software quantized the weights, so that there are no dense ones."""
         return self.metis is None and self.scheme != DENSE
 
     def check(self, asked: str) -> None:
-        """Refuse a missing library, an unknown scheme, or dense weights that are not there."""
+        """Raise ValueError for a missing library, an unknown scheme or missing dense weights."""
         for name in self.schemes:
             scheme_info(name)
         without = importlib.util.find_spec("compressed_tensors") is None
@@ -117,12 +117,12 @@ class Checkpoint:
         """Return the model, in evaluation mode.
 
         Args:
-            precision: "scheme" as trained, "dense" in the dense weights that it represents.
-            dtype: "auto" for the one it was saved in, or a name such as "bfloat16".
-            device: where to.
+            precision: "scheme" as trained, "dense" with the dense weights that it represents.
+            dtype: "auto" for the saved dtype, or a name such as "bfloat16".
+            device: the target device.
 
         Raises:
-            ValueError: it is no causal language model, or damaged.
+            ValueError: not a causal language model, or a damaged checkpoint.
         """
         kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         with reading(self.path):
@@ -138,7 +138,7 @@ class Checkpoint:
         return model.eval()
 
     def config(self) -> transformers.PreTrainedConfig:
-        """Return the model's config; refuse one that is no causal language model."""
+        """Return the model's config; raise ValueError unless it is a causal language model."""
         with reading(self.path):
             config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
@@ -166,7 +166,7 @@ class Checkpoint:
                 model = load(self.path, dtype=wanted)
                 nn.Module.to(model, device)
                 return model
-            if wanted is not UNPACKED:  # unpacked at the first forward pass to it all the same
+            if wanted is not UNPACKED:  # the dtype that the first forward pass unpacks to anyway
                 self._check_weights_alone(dtype=wanted)
                 unpack = transformers.CompressedTensorsConfig(dequantize=True)
                 options["quantization_config"] = unpack
@@ -182,7 +182,7 @@ class Checkpoint:
         return model
 
     def _check_weights_alone(self, dtype: torch.dtype) -> None:
-        """Refuse a checkpoint whose quantized inputs would be lost in this dtype."""
+        """Raise ValueError if unpacking to this dtype would drop the quantization of inputs."""
         groups = self.quantization.get("config_groups") or {}
         if any(group.get("input_activations") for group in groups.values()):
             raise ValueError(
@@ -196,7 +196,7 @@ class Checkpoint:
         return [self.path] if self.adapter is None else [self.adapter, self.path]
 
     def tokenizer(self, other: str | Path | None = None) -> PreTrainedTokenizerBase:
-        """Return the checkpoint's tokenizer, or another; refuse none, or one cut short."""
+        """Return the tokenizer of `other` or the checkpoint; ValueError if missing or damaged."""
         places = self._places if other is None else [Path(other)]
         place = next((each for each in places if _has_tokenizer(each)), places[-1])
         if not _has_tokenizer(place):
@@ -216,7 +216,7 @@ class Checkpoint:
             return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 
     def weight_files(self) -> list[Path]:
-        """Return files that hold the weights, sorted; an adapter's first."""
+        """Return the weight files, sorted, an adapter's first."""
         return [
             file
             for place in self._places
@@ -224,7 +224,7 @@ class Checkpoint:
         ]
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 over config and weights: names, sizes and contents."""
+        """Return the SHA-256 of the config and weight files: names, sizes and contents."""
         digest = hashlib.sha256()
         configs = [self.path / CONFIG_FILE]
         if self.adapter is not None:
@@ -238,12 +238,12 @@ class Checkpoint:
 
 
 def looking_ahead(config: Any) -> str | None:
-    """Return the field by which attention of a model of this config looks ahead; None: it does not.
+    """Return the config field that makes attention bidirectional; None if attention is causal.
 
-    The config's class has to have it: what else a config.json carries means nothing to the model.
+    Only fields of the config's class count: the model ignores extra keys of config.json.
     """
     if config.model_type in _ALWAYS_CAUSAL or getattr(config, "is_encoder_decoder", False):
-        return None  # the decoder of two is causal
+        return None  # the decoder of an encoder-decoder is causal
     fields = [name for name in ("is_decoder", "causal") if hasattr(type(config), name)]
     return next((name for name in fields if not getattr(config, name)), None)
 

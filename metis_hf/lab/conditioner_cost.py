@@ -1,4 +1,4 @@
-"""The cost of conditioners on hardware: multiply-adds from a matrix to its codes, by class."""
+"""The cost of conditioners on hardware: FLOPs from a matrix to its codes, by class."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ Shape = tuple[int, int]
 class ConditionerCost:
     """Work of a conditioner on a matrix [t c]."""
 
-    encode: Mapping[str, float] = field(default_factory=dict)  # FLOPs until it quantizes, by kind
-    low_rank: int = 0  # rank of a part that a GEMM of FP4 codes has to multiply apart
-    channels: int = 0  # that are quantized twice, and so are as many more channels of a GEMM
-    sparse: int = 0  # elements that a GEMM multiplies apart, one by one, at most
+    encode: Mapping[str, float] = field(default_factory=dict)  # FLOPs before quantizing, by kind
+    low_rank: int = 0  # rank of the part that a GEMM of FP4 codes multiplies separately
+    channels: int = 0  # channels that are quantized twice; the GEMM has as many more
+    sparse: int = 0  # upper bound on the elements that a GEMM multiplies one by one
     rotated: tuple[Hashable, int] | None = None  # (name of the rotation, dimension)
 
 
 @singledispatch
 def conditioner_cost(conditioner: Conditioner, shape: Shape, dim: int) -> ConditionerCost:
-    """Count a conditioner on a matrix of this shape whose dimension `dim` the GEMM contracts.
+    """Return the cost of a conditioner on a matrix of this shape; the GEMM contracts `dim`.
 
-    A conditioner that multiplies nothing, or whose class is unknown here, costs nothing. For a
-    class of your own: `@conditioner_cost.register(YourConditioner)`.
+    A conditioner that multiplies nothing, or whose class is not registered, costs nothing.
+    Register your own class with `@conditioner_cost.register(YourConditioner)`.
     """
     return ConditionerCost()
 
 
 @conditioner_cost.register
 def _(conditioner: Hadamard, shape, dim):
-    """Every block of 16 is multiplied by a 16 x 16 matrix."""
+    """Count one product with a 16 x 16 matrix per block of 16."""
     flops = 2.0 * SIZE * shape[0] * shape[1]
     return ConditionerCost({"rotation": flops}, rotated=(conditioner, dim % 2))
 
@@ -95,12 +95,13 @@ def _(conditioner: Requantized, shape, dim):
 def _(conditioner: Spectral, shape, dim):
     """Count the range finder on rows or sums of rows, then the projection of every row.
 
-    n sampled rows or sums of rows, rank k, p power iterations (Halko, Martinsson, Tropp, arXiv
-    0909.4061, algorithm 4.4): sketch 2nck; each iteration 4nck. Factorizations, as in
-    `transforms.orthogonal`: Gram matrix and triangular solve of each basis [k c] 3ck^2, of the last
-    one twice, a Cholesky factor k^3/3. Then all t rows: projection 2tck, low-rank part 2tck,
-    subtraction and addition. A kept basis (`subspace_interval`) is found in one of that many steps;
-    in the others each refinement is an iteration without a sketch.
+    With n sampled rows or sums of rows, rank k and p power iterations (Halko, Martinsson, Tropp,
+    arXiv 0909.4061, algorithm 4.4), the sketch takes 2nck and each iteration 4nck. Each basis [k c]
+    is factorized as in `transforms.orthogonal`, the last one twice: 3ck^2 for Gram matrix and
+    triangular solve, k^3/3 for the Cholesky factor. All t rows then take 2tck for the projection,
+    2tck for the low-rank part, and 2tc for subtraction and addition. A kept basis is found once
+    per `subspace_interval` steps; in the other steps each refinement is an iteration without a
+    sketch.
     """
     t, c = shape
     k = min(conditioner.rank, t, c)
@@ -123,6 +124,6 @@ def _(conditioner: Spectral, shape, dim):
 
 
 def _sample_size(conditioner: Spectral, t: int, k: int) -> int:
-    """Return the rows, or sums of rows, of t that a subspace of k directions is found from."""
+    """Return the number of rows, or sums of rows, of t that the range finder for rank k reads."""
     rows = max(int(conditioner.sample_frac * t + 0.999999), fewest_rows(k, conditioner.rows), k)
     return sum_count(t, rows) if conditioner.summed else min(rows, t)

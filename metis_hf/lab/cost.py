@@ -1,7 +1,7 @@
-"""Multiply-adds and weight bits of a scheme, where FP4 units run its GEMMs.
+"""Multiply-adds and weight bits of a scheme on hardware whose FP4 units run its GEMMs.
 
-Each operand is made once, from the matrix to its codes, and nothing is put together again: hardware
-multiplies codes. Emulation computes more than that, and most of its time is memory traffic.
+Each operand is encoded once and never decoded: the hardware multiplies codes. Emulation computes
+more, and spends most of its time on memory traffic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from metis_hf.operands import SplitWeight
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.schemes.listing import WIDTH
 
-TOKENS = 8192  # of a step, unless the caller says otherwise
+TOKENS = 8192  # default number of tokens per step
 _TENSORS = {
     Role.FPROP_INPUT: "input",
     Role.FPROP_WEIGHT: "weight",
@@ -42,14 +42,14 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class Overhead:
-    """Costs of a scheme beyond the three GEMMs of some layers."""
+    """The cost of a scheme beyond the three GEMMs of each layer."""
 
     parts: Mapping[str, float]  # kind of work -> multiply-adds, as a share of the three GEMMs'
-    weight_bits: float  # for each element of the weights in fprop, low-rank factors included
+    weight_bits: float  # per element of the weights in fprop, low-rank factors included
 
     @property
     def share(self) -> float:
-        """All parts together, over the multiply-adds of the three GEMMs."""
+        """The sum of all parts, as a share of the three GEMMs' multiply-adds."""
         return sum(self.parts.values())
 
 
@@ -58,21 +58,21 @@ def overhead(
     tokens: int | Sequence[int] = TOKENS,
     reads: Sequence[Hashable] | None = None,
 ) -> Overhead:
-    """Count a step of `tokens` tokens through layers, each [t i] @ [i o] in 3 t i o multiply-adds.
+    """Count the overhead of a training step over layers [t i] @ [i o], 3 t i o multiply-adds each.
 
-    Every distinct operand is split, projected or rotated once a step, the weight too. A rotation
-    counts as the dense product with its factors; along a dimension that a GEMM does not contract
-    its output is rotated back. A GEMM of FP4 codes multiplies the low-rank parts of its operands
-    apart, by two thin products each; a correction in their directions adds one, as its coordinates
-    are added to the low-rank part's before the second. Sparse parts are multiplied
-    element by element. The gradients of a split weight's factors are products too.
+    Every distinct operand, weights included, is split, projected or rotated once per step. A
+    rotation counts as the dense product with its factors; if the GEMM does not contract the rotated
+    dimension, its output is rotated back. A GEMM of FP4 codes multiplies the low-rank part of each
+    operand separately, in two thin products; a correction along the same directions adds only one,
+    because its coordinates are added to the low-rank part's before the second product. Sparse parts
+    are multiplied element by element. The gradients of a split weight's factors count too.
 
     Args:
         layers: (in_features, out_features) and config of each layer.
-        tokens: that the step's weights are shared by; of each layer, where they differ.
-        reads: for each layer, a name of the tensor that it reads, as `inputs_of` finds it. Layers
-            that read one tensor with equal operands (query, key and value) split it once. None: a
-            tensor each.
+        tokens: tokens per step, or one number per layer.
+        reads: the name of each layer's input tensor, from `inputs_of`. Layers that read the same
+            tensor with equal operands (query, key and value) encode it once. None: each layer
+            reads its own tensor.
     """
     flops: dict[str, float] = defaultdict(float)
     gemm = bits = elements = 0.0
@@ -93,9 +93,9 @@ def overhead(
 
 
 def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) -> Overhead:
-    """Count a scheme on a layer of `WIDTH` inputs and outputs, with defaults for all else.
+    """Return the overhead of a scheme on a layer of WIDTH x WIDTH, with default settings.
 
-    A scheme without the `operand_mode` is counted in its own.
+    A scheme that does not have the operand mode `mode` is counted in its own.
     """
     config = MetisConfig(scheme=name, operand_mode=mode)
     try:
@@ -106,7 +106,7 @@ def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) ->
 
 
 def model_overhead(config: PreTrainedConfig, metis: MetisConfig, tokens: int = TOKENS) -> Overhead:
-    """Count a scheme on a causal language model of a transformers config; nothing is allocated."""
+    """Return the overhead of a scheme on the causal language model of a config, without weights."""
     model = meta_model(config)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     reads = inputs_of(model, linears, torch.zeros(1, 8, dtype=torch.int64, device="meta"))
@@ -124,9 +124,9 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def tokens_of_layers(model: nn.Module, tokens: int) -> dict[str, int]:
-    """Return the number of a step's tokens that each converted layer sees, by its name.
+    """Return layer name -> number of a step's tokens that the converted layer sees.
 
-    Each expert sees an equal share of the visits, as if the router were balanced.
+    The router is taken as balanced: each expert sees an equal share of the visits.
     """
     own = getattr(model, "config", None)
     seen: dict[int, int] = {}
@@ -141,12 +141,12 @@ def tokens_of_layers(model: nn.Module, tokens: int) -> dict[str, int]:
 def inputs_of(
     model: nn.Module, layers: Mapping[str, nn.Module], ids: Tensor
 ) -> dict[str, Hashable]:
-    """Run a model on token ids [b length], and name the tensor that each layer reads.
+    """Run a model on token ids [b length]; return layer name -> name of the layer's input tensor.
 
-    Layers that read the same tensor get equal names; one that does not run has its own.
+    Layers that read the same tensor get equal names; a layer that does not run gets a unique one.
     """
     found: dict[str, Hashable] = {name: name for name in layers}
-    held: list[Tensor] = []  # so that no two tensors have one identity
+    held: list[Tensor] = []  # keeps the tensors alive, so that their ids stay unique
 
     def note(name: str):
         def hook(_layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ def inputs_of(
 
 
 def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
-    """Return the six operands with their matrices and the dimensions that GEMMs contract."""
+    """Return (role, shape of the matrix, contracted dimension) of the six operands."""
     return (
         (Role.FPROP_INPUT, (t, i), -1),
         (Role.FPROP_WEIGHT, (o, i), -1),
@@ -184,16 +184,16 @@ def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
 def _encodings(
     layer: MetisLayer, tokens: int, read: Hashable, number: int, encoded: set[Hashable]
 ) -> Iterator[tuple[str, float]]:
-    """Count the FLOPs that make the codes of a layer's operands, but for those in `encoded`."""
+    """Yield (kind, FLOPs) of encoding a layer's operands that are not in `encoded`; add them."""
     for role, shape, dim in _places(tokens, layer.in_features, layer.out_features):
         operand = layer.scheme.operand(role)
         if operand is None or operand.quantizer is None or _is_stored_split(layer, role):
             continue
         kind = _TENSORS[role]
-        tensor = kind, read if kind == "input" else number  # its place names weight and gradient
+        tensor = kind, read if kind == "input" else number  # the layer's own weight or gradient
         cost = conditioner_cost(operand.conditioner, shape, dim)
         made = dict(cost.encode)
-        if cost.rotated is not None:  # the same rotation may serve two ways to quantize
+        if cost.rotated is not None:  # two operands may share a rotation
             if (tensor, cost.rotated) in encoded:
                 made.pop("rotation")
             encoded.add((tensor, cost.rotated))
@@ -203,13 +203,13 @@ def _encodings(
 
 
 def _weight_factors(layer: MetisLayer) -> Iterator[tuple[str, float]]:
-    """Count the FLOPs with the stored factors of a split weight: its copies, and gradients."""
+    """Yield the FLOPs of a split weight's stored factors: for its copies, and their gradients."""
     form, scheme = layer.weight_form, layer.scheme
     if not isinstance(form, SplitWeight) or form.side_branch:
         return
     product = 2.0 * layer.out_features * layer.in_features * form.rank
     quantized = scheme.fprop_weight.quantizer is not None
-    # Compensated, the low-rank part is made of quantized and of exact factors.
+    # A compensated form multiplies both the quantized and the exact factors.
     twice = quantized and form.compensated and not form.exact_factors
     copies = 2 - scheme.reuses(Role.DGRAD_WEIGHT)
     made = 2 * product if twice else 0.0 if quantized else product
@@ -217,7 +217,7 @@ def _weight_factors(layer: MetisLayer) -> Iterator[tuple[str, float]]:
 
 
 def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
-    """Count the FLOPs of the products that GEMMs make apart, and of rotating outputs back."""
+    """Yield the FLOPs of thin, sparse and correction products, and of rotating outputs back."""
     t, i, o = tokens, layer.in_features, layer.out_features
     places = {role: (shape, dim) for role, shape, dim in _places(t, i, o)}
     form = layer.weight_form
@@ -228,7 +228,7 @@ def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
         (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, (t, o, i)),
         (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT, (o, t, i)),
     ):
-        # [m n] @ [n p]: (a v) b by way of v b; a (u w) by way of a u.
+        # [m n] @ [n p]: (a v) b is computed as a (v b), and a (u w) as (a u) w.
         for role, other, rows, columns in ((left, right, m, p), (right, left, p, m)):
             used, operand = layer.scheme.resolve(role)
             if operand.quantizer is None:
@@ -238,7 +238,7 @@ def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
                 shape, dim = places[used]
                 cost = conditioner_cost(operand.conditioner, shape, dim)
                 rank = cost.low_rank
-                # Channels of a copy that was made for another GEMM are of this one's output.
+                # The doubled channels of a copy made for another GEMM lie along this output.
                 length = rows if used is role else n
                 yield "thin_products", 2.0 * cost.channels * columns * length
                 yield "sparse_products", 2.0 * cost.sparse * columns
@@ -251,5 +251,5 @@ def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
 
 
 def _is_stored_split(layer: MetisLayer, role: Role) -> bool:
-    """Return whether a role's operand is a weight that is stored as factors and a residual."""
+    """Return whether the role's operand is a weight stored as factors and residual."""
     return layer.scheme.multiplies_factors and _TENSORS[role] == "weight"

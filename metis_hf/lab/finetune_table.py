@@ -1,4 +1,4 @@
-"""The measurements of a fine-tuning for deployment, and their table; of one seed or several."""
+"""Measurements of fine-tuning for deployment, with one or more seeds, and their table."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HEADER = ("Method", "Trained", "Steps", "Loss", "Rise %", "Recovered %", "KL", "
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a model on one text; nats per token."""
+    """Measurements of a model on one text, in nats per token."""
 
-    loss: float  # cross entropy, in the scheme, computed in fp32 between the quantizers
-    kl: float = 0.0  # of the unquantized model's next-token distributions from these
+    loss: float  # cross entropy in the scheme; fp32 between the quantizers
+    kl: float = 0.0  # divergence of the exact model's next-token distributions from the model's
     exported: float | None = None  # loss of the export in BF16, as `load_deployed` reads it
 
 
@@ -30,11 +30,11 @@ class Measured:
 class Outcome:
     """The result of one method."""
 
-    method: str  # "exact" for the model as it was, or a scheme it was measured in
+    method: str  # "exact" (unquantized), a method such as "ptq", or a scheme for comparison
     texts: dict[str, Measured]  # by the name of the text
-    trained: int = 0  # parameters
-    steps: int = 0  # of the optimizer
-    directory: str | None = None  # of the export
+    trained: int = 0  # number of trained parameters
+    steps: int = 0  # optimizer steps
+    directory: str | None = None  # the export's directory
     code: str | None = None  # commit and digest of the numerics
 
     @classmethod
@@ -46,13 +46,13 @@ class Outcome:
 
 @torch.no_grad()
 def losses(model: Any, rows: Tensor, batch: int, exact: Any = None) -> tuple[float, float]:
-    """Return (cross entropy, divergence from an exact model; 0 without one), nats per token.
+    """Return (cross entropy, KL divergence from the exact model), nats per token.
 
     Args:
         model: a causal language model; it is measured in evaluation mode.
         rows: token ids [sequences length].
-        batch: sequences of a forward pass.
-        exact: the unquantized model.
+        batch: sequences per forward pass.
+        exact: the unquantized model; None gives a divergence of 0.
     """
     totals = torch.zeros(2, dtype=torch.float64)
     training, device = model.training, next(model.parameters()).device
@@ -75,13 +75,13 @@ Run = Sequence[Outcome]
 
 
 def rows_of(runs: Sequence[Run], text: str) -> list[tuple[str, ...]]:
-    """Return the rows of a table: the rise over the exact model, the share of ptq's that is undone.
+    """Return the rows of a table; "Recovered" is the share of ptq's loss rise that a method undoes.
 
-    Several runs, one for each seed, give means; where they differ, with a 95 % interval.
+    Several runs, one per seed, give means, with a 95 % interval if they differ.
 
     Args:
-        runs: the outcomes of each seed; the methods of the first are shown.
-        text: the text that was measured.
+        runs: the outcomes of each seed; the first run decides which methods are shown.
+        text: the name of the text.
     """
     rows: list[tuple[str, ...]] = []
     losses = [{one.method: one.texts[text].loss for one in run} for run in runs]
@@ -112,7 +112,7 @@ def rows_of(runs: Sequence[Run], text: str) -> list[tuple[str, ...]]:
 
 
 def _mean(values: Sequence[float], form: str) -> str:
-    """Return a mean with its interval; without one where all values are the same, or none."""
+    """Format a mean with its interval; without interval if all values are equal, "" if none."""
     if not values:
         return ""
     if len(set(values)) == 1:
@@ -122,7 +122,7 @@ def _mean(values: Sequence[float], form: str) -> str:
 
 
 def markdown_tables(*runs: Run) -> str:
-    """Return one table for each text, under its name where there are several."""
+    """Return one table per text, below the text's name if there are several."""
     texts = runs[0][0].texts
     titled = len(texts) > 1
     return "\n".join(
@@ -131,7 +131,7 @@ def markdown_tables(*runs: Run) -> str:
 
 
 def different_code(run: Run) -> str:
-    """Return a paragraph on which code measured which methods, if it was not the same for all."""
+    """Return a paragraph that lists each method's code; empty if the code was the same for all."""
     found: dict[str, list[str]] = {}
     for outcome in run:
         if outcome.code is not None:

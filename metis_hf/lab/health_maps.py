@@ -27,9 +27,9 @@ from metis_hf.training.reference_values import (
     ZEROED,
 )
 
-_ROW_LABELS = 48  # above so many rows only groups are named
+_ROW_LABELS = 48  # with more rows, only groups are labeled
 _COLUMN_LABELS = 8
-_FAR = 30.0  # times the mark or a part of it: a logarithmic scale's colors end there
+_FAR = 30.0  # logarithmic color scales end at this multiple and this fraction of the mark
 _PRODUCT = "gradient of the weight"  # the wgrad GEMM's result; TENSORS are operands
 _RATIO = "noise_ratio"
 
@@ -40,18 +40,18 @@ class Panel:
 
     stat: str  # its name in the health file
     title: str
-    unit: str  # or what the figure is
-    explanation: str  # for the caption: what is good and what is bad
-    marks: tuple[tuple[float, str], ...]  # (value, what it is): lines across the scale of colours
-    log: bool = False  # logarithmic colours
+    unit: str  # or the definition of the number
+    explanation: str  # for the caption: good and bad values
+    marks: tuple[tuple[float, str], ...]  # (value, meaning): lines across the color bar
+    log: bool = False  # logarithmic color scale
     share: bool = False  # from 0 up, in percent
-    tensors: tuple[str, ...] = TENSORS  # that can have it
-    # matplotlib's colour map; red, or bright where no value is better than the first mark, is bad.
+    tensors: tuple[str, ...] = TENSORS  # tensors that can have the statistic
+    # matplotlib's colormap. Bad is red, or bright where no value can be better than the first mark.
     colors: str = "RdBu"
 
     @property
     def centred(self) -> bool:
-        """Return True if colors part at the first mark: values lie on both sides of it."""
+        """Return True if the color scale is centered on the first mark."""
         return self.colors.startswith("RdBu")
 
 
@@ -107,14 +107,14 @@ PANELS = (
 
 
 def _order_layers(run: RunRecord) -> list[str]:
-    """Return the layers of the rows: by kind, kinds and layers in model order."""
+    """Return the layers sorted by kind; kinds, and the layers of a kind, are in model order."""
     names = dict.fromkeys(name for measured in run.layers.values() for name in measured)
     kinds = list(dict.fromkeys(map(group_of, names)))
     return sorted(names, key=lambda name: kinds.index(group_of(name)))  # stable
 
 
 def _short_names(names: list[str]) -> list[str]:
-    """Return "q_proj 3" for model.layers.3.self_attn.q_proj; where layers share it, with more."""
+    """Shorten model.layers.3.self_attn.q_proj to "q_proj 3", with a prefix if that is ambiguous."""
     indices = [re.findall(r"(?<=\.)\d+", name) for name in names]
     short = [f"{group_of(n)} {'.'.join(i)}".strip() for n, i in zip(names, indices)]
     counts = Counter(short)
@@ -125,7 +125,7 @@ def _short_names(names: list[str]) -> list[str]:
 
 
 def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return ([layer step] values, NaN where not measured; [layer step] whether not finite)."""
+    """Return values [layer step], NaN if not measured, and the mask [layer step] of non-finite."""
     layers = _order_layers(run)
     values = np.full((len(layers), len(run.layers)), np.nan)
     bad = np.zeros_like(values, dtype=bool)
@@ -144,10 +144,10 @@ def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray
 
 
 def heat_map_of(run: RunRecord, panel: Panel) -> bytes | None:
-    """Return a PNG of a statistic, with the tensors that have it side by side on one scale.
+    """Draw the heat maps of a statistic, one per tensor, side by side on one color scale, as a PNG.
 
-    A tensor has no map where nothing was measured, or where a share is zero everywhere. None where
-    no tensor has one.
+    A tensor has no map if nothing was measured, or if a share is zero everywhere. Returns None if
+    no tensor has a map with values.
     """
     grids = {tensor: grid(run, tensor, panel.stat) for tensor in panel.tensors}
     shown = {t: (values, bad) for t, (values, bad) in grids.items()
@@ -193,11 +193,11 @@ def _has_values(values: np.ndarray, panel: Panel) -> bool:
 
 
 def _scale(values: np.ndarray, panel: Panel) -> tuple[Normalize, float]:
-    """Return a scale of colors for the values and the panel's marks, and the least it can show."""
+    """Return the color scale for the values and the panel's marks, and the least value it shows."""
     finite = values[np.isfinite(values)]
     marks = [value for value, _ in panel.marks]
     middle = marks[0]
-    if panel.share:  # plain data are at the middle
+    if panel.share:  # the mark of plain data is the center
         return TwoSlopeNorm(middle, 0.0, max(2 * middle, *finite)), 0.0
     if not panel.log:
         far = max(abs(value - middle) for value in [*marks, *finite])
@@ -211,7 +211,7 @@ def _scale(values: np.ndarray, panel: Panel) -> tuple[Normalize, float]:
 
 
 def _scale_ticks(axis: Axes, panel: Panel) -> None:
-    """Label in plain numbers; matplotlib would label a logarithmic scale in powers of ten."""
+    """Label the color bar in plain numbers, not in matplotlib's powers of ten."""
     axis.tick_params(which="both")
     if panel.share:
         axis.yaxis.set_major_formatter(PercentFormatter(1))

@@ -23,7 +23,7 @@ from metis_hf.training.reference_values import (
 )
 
 _WORST = 3  # layers that a finding names
-_ALWAYS_SHOWN = ("scheme", "rank_frac", "seed")  # settings
+_ALWAYS_SHOWN = ("scheme", "rank_frac", "seed")  # settings listed even at their defaults
 _CURVES_TEXT = (
     f"Training loss above the {CONTROL} run's at the same step, of the same seed if there is one, "
     "as a moving average (in the table: the mean of the last tenth), and held-out loss. A gap says "
@@ -36,7 +36,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """Read one or more runs and write their page.
 
     Args:
-        paths: directories of runs; one that is named twice counts once.
+        paths: directories of runs; duplicates count once.
         out: the file; None writes `report.html` into the directory of the first run that has a
             record.
 
@@ -44,9 +44,9 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
         The file that was written.
 
     Raises:
-        FileNotFoundError: no directory has a record of a run. Of several, those without one are
-            left out, and the page says so.
-        ValueError: no directory is given, or `out` is one.
+        FileNotFoundError: no directory has a record of a run. If at least one has, the page names
+            the others.
+        ValueError: no directory is given, or `out` is a directory.
     """
     if not paths:
         raise ValueError("no run to report on; give the directory of one")
@@ -91,10 +91,10 @@ def run_page(run: RunRecord) -> Page:
 
 
 def table_page(runs: Sequence[RunRecord], left_out: Sequence[str]) -> Page:
-    """Return a table of several runs, and the findings of each; why others were left out."""
+    """Return the page of several runs: a table, the findings of each, and the runs left out."""
     names, ends = [run.name for run in runs], short_models([str(run.path) for run in runs])
     for run in runs:
-        if names.count(run.name) > 1:  # two runs of a scheme
+        if names.count(run.name) > 1:  # several runs of one scheme
             run.name = f"{run.name} ({ends[str(run.path)]})"
     page = Page("Training runs", ", ".join(run.name for run in runs))
     for sentence in left_out:

@@ -1,4 +1,4 @@
-"""Opening of checkpoints: directories, runs, PEFT adapters and models of the hub by their names."""
+"""Open checkpoints: directories, runs, PEFT adapters, and hub models by name."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory: itself, its `model/`, or its last `checkpoint-<step>`.
 
-    A PEFT adapter, there too, stands for the model that it names with it on top. A `model/` or
-    a `checkpoint-<step>` that is not whole is passed over with a warning: the run was interrupted
-    while it saved.
+    A PEFT adapter in any of these places is opened as its base model with the adapter on top. An
+    incomplete `model/` or `checkpoint-<step>`, left by a run that was interrupted while saving, is
+    skipped with a warning.
 
     Raises:
         FileNotFoundError: no such directory.
-        ValueError: there is no checkpoint in it, one without weights, one cut short, or an export
-            with a side file.
+        ValueError: no checkpoint, a checkpoint without weights or with truncated files, or an
+            export with a side file.
     """
     if not path.is_dir():
         raise FileNotFoundError(
@@ -88,7 +88,7 @@ def _open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _refuse_side_file(path: Path) -> None:
-    """Refuse an export whose model is in two parts, and its first part alone."""
+    """Raise ValueError for an export with a side file, or for its packed part alone."""
     whole = path.resolve()
     whole = whole.parent if whole.name == RESIDUAL_DIR else whole
     if (whole / SIDE_FILE).is_file() and not (whole / CONFIG_FILE).is_file():
@@ -101,7 +101,7 @@ def _refuse_side_file(path: Path) -> None:
 
 
 def _open_adapter(path: Path) -> Checkpoint:
-    """Return the model that a PEFT adapter names, converted as in its training, with it on top."""
+    """Return the adapter's base model, converted as in training, with the adapter on top."""
     kind: Any = peft.PeftConfig.from_pretrained(str(path))
     if kind.task_type not in (None, "CAUSAL_LM") or not kind.base_model_name_or_path:
         raise ValueError(
@@ -124,7 +124,7 @@ def _open_adapter(path: Path) -> Checkpoint:
 
 
 def _place(path: Path) -> Path | None:
-    """Return which directory of a run is its checkpoint, or None."""
+    """Return the directory of a run's checkpoint, or None."""
     saved = [place for place in (path, path / "model") if _holds(place)]
     damage = {place: _damage(place) for place in saved}
     for place, reason in damage.items():
@@ -139,12 +139,12 @@ def _place(path: Path) -> Path | None:
 
 
 def _holds(directory: Path) -> bool:
-    """Return whether there is a model in a directory, or a PEFT adapter, whole or not."""
+    """Return whether the directory holds a model or a PEFT adapter, complete or not."""
     return any((directory / name).is_file() for name in (CONFIG_FILE, ADAPTER_FILE))
 
 
 def _damage(directory: Path) -> str | None:
-    """Return the reason why a model or an adapter is not whole; None if it is."""
+    """Return why a model or an adapter is incomplete; None if it is complete."""
     if not _holds(directory):
         return f"no {CONFIG_FILE}"
     if (directory / CONFIG_FILE).is_file():
@@ -154,14 +154,14 @@ def _damage(directory: Path) -> str | None:
 
 
 def download(name: str) -> Path:
-    """Return the directory of a model of the hub, which is fetched if it is not in the cache.
+    """Return the local directory of a hub model; download it if it is not in the cache.
 
     Raises:
         FileNotFoundError: the hub has no model of that name, or cannot be reached.
     """
 
     def fetch(*patterns: str) -> Path:
-        # Repositories keep the same weights in other formats in folders.
+        # Subfolders of a repository hold the same weights in other formats.
         found = huggingface_hub.snapshot_download(
             name, allow_patterns=list(patterns), ignore_patterns=["*/*"]
         )
@@ -179,7 +179,7 @@ def download(name: str) -> Path:
 
 
 def open_model(name: str | Path) -> Checkpoint:
-    """Open a checkpoint of this machine, or a model of the hub by its name.
+    """Open a local checkpoint, or a hub model by its name.
 
     Raises:
         FileNotFoundError, ValueError: as `open_checkpoint` and `download`.
@@ -190,10 +190,10 @@ def open_model(name: str | Path) -> Checkpoint:
 
 
 def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
-    """Open several checkpoints, with labels that tell them apart.
+    """Open several checkpoints and give them distinct labels.
 
     Raises:
-        FileNotFoundError, ValueError: as `open_model`; or one is named twice.
+        FileNotFoundError, ValueError: as `open_model`; or a checkpoint is named twice.
     """
     found = [open_model(name) for name in names]
     places = Counter(checkpoint.place.resolve() for checkpoint in found)
@@ -201,14 +201,14 @@ def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
     if twice:
         raise ValueError(f"named twice: {', '.join(twice)}")
     labels, before, more = [one.label for one in found], None, 0
-    local = [Path(name).is_dir() for name in names]  # a model of the hub keeps its name
+    local = [Path(name).is_dir() for name in names]  # a hub model keeps its name
     while len(set(labels)) < len(labels) and labels != before:
         more, before = more + 1, labels
         labels = [
             _label(one.place, more, places) if here else one.label
             for one, here in zip(found, local)
         ]
-    if labels == before:  # a directory at the root has the name of a model of the hub
+    if labels == before:  # a directory at the root has the name of a hub model
         labels = [
             str(one.place.resolve()) if here else one.label for one, here in zip(found, local)
         ]
@@ -216,7 +216,7 @@ def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
 
 
 def _label(path: Path, more: int, beside: Container[Path] = ()) -> str:
-    """Return the run's name (not `model`, unless it is `beside`), with `more` directories above."""
+    """Return the run's name with `more` parents, without `model` unless its parent is `beside`."""
     parts = list(path.resolve().parts[1:])
     own = 1
     if parts[-1] == "model" and len(parts) > 1 and path.resolve().parent not in beside:

@@ -1,8 +1,8 @@
-"""Bytes that one rank of a training holds at the end of a forward pass, without allocating them.
+"""Memory of one training rank at the end of a forward pass, computed without allocating it.
 
-Activations are traced on fake tensors (torch._subclasses.fake_tensor): shapes, dtypes and storages
-are as in a real run on the CPU, values do not exist. Under CUDA autocast a few elementwise
-functions (pow, layer_norm) compute in fp32 where the CPU's stay in bf16.
+Activations are traced on fake tensors (torch._subclasses.fake_tensor), which have the shapes,
+dtypes and storages of a real run on the CPU, but no values. Under CUDA autocast a few elementwise
+functions (pow, layer_norm) compute in fp32, while CPU autocast keeps them in bf16.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _SAVED = ("linear_activations", "activations", "weight_copies")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The amount of training: in which portions, on how many processes.
+    """The amount of training, its batch sizes and its number of processes.
 
     Raises:
         ValueError: a number below 1, or a global batch that the processes cannot divide.
     """
 
-    steps: int  # of the optimizer
+    steps: int  # optimizer steps
     sequence_length: int  # tokens
     global_batch: int  # sequences per optimizer step, over all processes
     device_batch: int  # sequences per process and forward pass
     world_size: int = 1  # processes, one for each device
     bf16: bool = True  # GEMMs under bf16 autocast; weights and optimizer stay in fp32
-    checkpointing: bool = False  # activations of blocks are computed again
+    checkpointing: bool = False  # activation checkpointing of the blocks
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -67,11 +67,11 @@ class Workload:
 
 
 def rank_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dict[str, int]:
-    """Return bytes on the fullest rank, by kind. Beside the kinds of `state_memory`:
+    """Return the bytes on the fullest rank by kind: the kinds of `state_memory`, and:
 
-    - "linear_activations", "activations": saved for the backward pass inside converted layers and
-      elsewhere; "weight_copies": bf16 casts of dense weights, which autocast keeps.
-    - "loss_gradient": of the logits, fp32 and its bf16 cast, when the backward pass starts.
+    - "linear_activations", "activations": tensors saved for the backward pass inside and outside of
+      converted layers; "weight_copies": bf16 casts of dense weights, which autocast caches.
+    - "loss_gradient": gradient of the logits in fp32, and its bf16 cast, at the start of backward.
 
     Temporaries of quantizers, fragmentation and the framework itself are not counted.
     """
@@ -88,12 +88,12 @@ def state_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> di
 
     - "weights", "gradients": fp32. FSDP2 shards each tensor along dimension 0, and the first rank
       has ceil(d0 / W) of its d0 rows (torch.distributed.tensor.Shard).
-    - "moments": AdamW's two, and one fp32 step count for each tensor.
+    - "moments": AdamW's two moments, and one fp32 step count per tensor.
     - "scheme_state": buffers of the layers' schemes, whole on every rank.
     - "gradient_buckets": DDP's own copy of the gradients (gradient_as_bucket_view=False).
-    - "gathered": FSDP2's whole weights of two blocks (the running and the prefetched one) and of
-      the rest that stays whole after forward, with the gradients of one block and their flat copy;
-      an estimate, in the dtype of communication.
+    - "gathered": an estimate, in the dtype of communication, of FSDP2's unsharded weights (two
+      blocks, the running and the prefetched one, and parameters outside of blocks that stay
+      unsharded after forward), the gradients of one block, and their flat copy.
     """
     world, params = load.world_size if sharded else 1, list(model.parameters())
     held = sum(-(-len(p) // world) * (p.numel() // len(p)) if p.dim() else 1 for p in params)
@@ -116,12 +116,11 @@ def state_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> di
 
 
 def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dict[str, int]:
-    """Return the bytes that autograd keeps from the forward to the backward pass of one rank.
+    """Return the bytes that autograd on one rank saves between the forward and backward pass.
 
-    Traced on one and on two blocks where all blocks are alike, and continued linearly; else on the
-    whole model. Under FSDP2 the gathered weights are bf16, and with them the activations. Under
-    activation checkpointing the saved tensors of one block come on top, which its recomputation
-    brings to life.
+    If all blocks are alike, one and two blocks are traced and extrapolated linearly; otherwise the
+    whole model is traced. Under FSDP2 the gathered weights are bf16, and so are the activations.
+    Activation checkpointing adds the tensors that the recomputation of one block saves.
     """
     blocks = list(blocks_of(model))
     alike = len(blocks) > 2 and len({_signature(block) for block in blocks}) == 1
@@ -144,7 +143,7 @@ def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dic
 def _trace(
     model: PreTrainedModel, blocks: int | None, load: Workload, weights: torch.dtype
 ) -> Counter[str]:
-    """Trace a forward pass of the first blocks (None: all), loss included, in `weights`' dtype."""
+    """Trace forward and loss of the first `blocks` blocks (None: all); `weights` is their dtype."""
     model = copy.deepcopy(model).to(weights)  # type: ignore[arg-type]
     if blocks is not None:
         first = next(blocks_of(model))
@@ -166,7 +165,7 @@ def _trace(
 
 
 def _count_saved(model: PreTrainedModel, ids: Tensor, *, bf16: bool) -> Counter[str]:
-    saved: dict[int, tuple[Tensor, str]] = {}  # by storage; the tensor keeps its address taken
+    saved: dict[int, tuple[Tensor, str]] = {}  # by storage, which the tensor keeps alive
     kinds = ["activations"]
 
     def pack(x: Tensor) -> Tensor:
@@ -189,7 +188,7 @@ def _count_saved(model: PreTrainedModel, ids: Tensor, *, bf16: bool) -> Counter[
 
 
 class _CastsOf(TorchDispatchMode):
-    """Notes the storages that casts of some tensors give."""
+    """A dispatch mode that records the storages of casts of given tensors."""
 
     def __init__(self, sources: set[int]) -> None:
         super().__init__()
@@ -208,7 +207,7 @@ def _storage(x: Tensor) -> int:
 
 
 def _forget_fake_tensors() -> None:
-    """Clear the package's caches: training after a plan needs tensors with values."""
+    """Clear the package's caches, which may hold fake tensors that later training cannot use."""
     for name, module in list(sys.modules.items()):
         if name.startswith("metis_hf."):
             for value in vars(module).values():
@@ -228,7 +227,7 @@ def count_elements(module: nn.Module) -> int:
 
 
 def _signature(block: nn.Module) -> tuple:
-    """Return a mark that is equal for two blocks that save the same tensors."""
+    """Return a key that is equal for two blocks that save the same tensors."""
     shapes = Counter((key, tuple(p.shape)) for key, p in block.named_parameters())
     schemes = [layer.scheme for _, layer in metis_layers(block)]
     return tuple(sorted(shapes)), tuple(map(repr, schemes))

@@ -24,17 +24,17 @@ from metis_hf.lab.show.figure import (
 from metis_hf.schemes import CONTROL
 
 HELD_OUT = "eval_loss"  # as Trainer logs it
-_END = 10  # the last 1/10 of the steps tells the gap at the end
+_END = 10  # the gap at the end is the mean over the last 1/10 of the steps
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """The distance of a run from its control, in percent of the control's loss.
+    """The gaps of a run to its control, in percent of the control's loss.
 
     Attributes:
-        steps: that both runs logged a training loss at.
-        training: the gap at each of them; NaN where a loss is not finite.
-        held_out: the gap at the last step that both were evaluated at; NaN without one.
+        steps: steps at which both runs logged a training loss.
+        training: the gap at each of `steps`; NaN where a loss is not finite.
+        held_out: the gap at the last step at which both runs were evaluated; NaN without one.
     """
 
     steps: list[int]
@@ -43,15 +43,15 @@ class Gaps:
 
     @property
     def at_end(self) -> float:
-        """The mean gap in training over the last tenth of the steps; NaN without a step."""
+        """The mean training gap over the last tenth of the steps; NaN without steps."""
         last = self.training[-max(1, len(self.training) // _END) :]
         return statistics.fmean(last) if last else math.nan
 
 
 def gaps_to_control(run: RunRecord, runs: Sequence[RunRecord]) -> Gaps | None:
-    """Return the gaps of a run to the control of its seed, or else to the first control.
+    """Return the gaps of a run to the control with its seed, else to the first control.
 
-    None for the control itself, and where no control is among the runs.
+    Returns None for a control, or if there is no control among the runs.
     """
     controls = [one for one in runs if one.config.get("scheme") == CONTROL]
     if not controls or run in controls:
@@ -67,17 +67,17 @@ def gaps_to_control(run: RunRecord, runs: Sequence[RunRecord]) -> Gaps | None:
 
 
 def curves_figure(runs: Sequence[RunRecord]) -> bytes | None:
-    """Draw the gaps in training and the held-out losses of runs by step; None without either."""
+    """Draw training gaps and held-out losses by step, as a PNG; None without either."""
     gaps = {run.name: found for run in runs if (found := gaps_to_control(run, runs)) is not None}
     longest = max(run.last_step for run in runs)
-    ends = {  # runs that hardly began tell least
+    ends = {  # NaN, so left out first, for runs up to half as long as the longest
         run.name: losses[-1] if losses and 2 * run.last_step > longest else math.nan
         for run in runs
         for losses in [run.series("loss")[1]]
     }
     controls = [run.name for run in runs if run.config.get("scheme") == CONTROL]
     drawn = telling(ends, controls[:1])
-    # The first run of a scheme looks as the scheme does in other figures.
+    # The first run of a scheme gets the scheme's style.
     seen = dict.fromkeys(str(run.config.get("scheme")) for run in runs)
     keys = {run.name: run.name for run in runs}
     keys |= {

@@ -1,7 +1,6 @@
-"""Reads what MetisCallback wrote into a run's directory, whatever state the files are in.
+"""Reads the files that MetisCallback wrote into a run's directory, even if they are damaged.
 
-What is missing in the files is missing on the page. A broken record is left out, and a note names
-it. NaN stays NaN.
+Missing data stays empty. A broken record is left out, and a note names it. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from metis_hf.training.gradient_noise import Crossing, GradientNoise, find_cross
 from metis_hf.training.health import nonfinite_layers
 from metis_hf.training.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, parse_records
 
-_LARGEST = 3.5e38  # the largest finite number of a run in fp32
-_SHOWN_FAULTS = 6  # of a file; a note says how many more there are
+_LARGEST = 3.5e38  # just above fp32's largest finite number
+_SHOWN_FAULTS = 6  # faults that a note lists per file; it counts the rest
 LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statistic -> value
 
 
 @dataclass
 class RunRecord:
-    """One run as its files tell it; what they do not tell is empty or None."""
+    """One run, read from its files; fields without data are empty or None."""
 
-    path: Path  # of its directory
+    path: Path  # the run's directory
     name: str = ""  # its scheme, or its directory's name
     model: str = ""  # class of the model
     config: dict[str, Any] = field(default_factory=dict)  # MetisConfig.to_dict()
@@ -41,15 +40,15 @@ class RunRecord:
     max_steps: int | None = None  # as planned
     log: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> Trainer's entries
     layers: dict[int, LayerStats] = field(default_factory=dict)  # by measured step
-    noise: dict[int, dict[str, GradientNoise]] = field(default_factory=dict)  # step -> layer -> it
+    noise: dict[int, dict[str, GradientNoise]] = field(default_factory=dict)  # step -> layer
     # Step -> layer -> "before" and "after" -> statistic -> value; empty where nothing was measured.
     refreshes: dict[int, LayerStats] = field(default_factory=dict)
-    switches: dict[int, dict[str, Any]] = field(default_factory=dict)  # step -> what to
-    notes: list[str] = field(default_factory=list)  # on what was wrong with the files
+    switches: dict[int, dict[str, Any]] = field(default_factory=dict)  # step -> precision
+    notes: list[str] = field(default_factory=list)  # faults of the files
 
     @property
     def last_step(self) -> int:
-        """The last step that any record names."""
+        """The last step in any record."""
         parts = (self.log, self.layers, self.noise, self.refreshes, self.switches)
         return max((step for part in parts for step in part), default=0)
 
@@ -64,14 +63,14 @@ class RunRecord:
 
     @property
     def fp4_share(self) -> float | None:
-        """Share of the model's GEMM FLOPs in quantized layers, 0 to 1; None where unknown."""
+        """Share of the model's GEMM FLOPs in quantized layers, 0 to 1; None if unknown."""
         share = self.conversion.get("flops_share")
         if not self.quantized:
             return 0.0
         return float(share) if isinstance(share, int | float) else None
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Return (steps, values) of one number of the log."""
+        """Return (steps, values) of one logged number."""
         found = {step: entry[name] for step, entry in self.log.items() if name in entry}
         return list(found), list(found.values())
 
@@ -82,7 +81,7 @@ class RunRecord:
         return list(found), list(found.values())
 
     def crossing(self) -> Crossing | None:
-        """Return where noise takes over from the gradient; None where it was not measured."""
+        """Return the step from which |G| stays below sqrt(3) noise; None if not measured."""
         steps, ratios = self.noise_series()
         return find_crossing(steps, ratios) if steps else None
 
@@ -132,7 +131,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
-    """Read several runs, each once, and say in a sentence why a path is left out.
+    """Return (runs, a sentence per path that was left out); duplicate paths are read once.
 
     Raises:
         FileNotFoundError: none of them has a record.
@@ -164,7 +163,7 @@ def _nothing_found(run: RunRecord) -> str:
 
 
 class _Malformed(ValueError):
-    """A record that is left out; the message says what is wrong with it."""
+    """A malformed record, which is left out; the message names the fault."""
 
 
 def _number(value: Any, what: str) -> float:
@@ -231,7 +230,7 @@ def _note_faults(run: RunRecord, file: str, faults: Mapping[str, str]) -> None:
 
 
 def _read_lines(run: RunRecord, name: str) -> dict[int, dict[str, Any]] | None:
-    """Return the records of a file by line, and note the broken lines; None without the file."""
+    """Return line number -> record, and note broken lines; None if the file cannot be read."""
     try:
         data = (run.path / name).read_bytes()
     except FileNotFoundError:
@@ -251,7 +250,7 @@ def _read_lines(run: RunRecord, name: str) -> dict[int, dict[str, Any]] | None:
 
 
 def _take_log(run: RunRecord, records: Mapping[int, dict[str, Any]]) -> None:
-    """Join the entries of each step; the later one counts where a resumed run logged twice."""
+    """Merge the log entries of each step; the later one wins if a resumed run logged twice."""
     faults, found = {}, {}
     for number, record in records.items():
         try:
@@ -265,7 +264,7 @@ def _take_log(run: RunRecord, records: Mapping[int, dict[str, Any]]) -> None:
 
 
 def _take_health(run: RunRecord, records: Mapping[int, dict[str, Any]]) -> None:
-    """Sort the parts of the records; a step that was written twice counts as written last."""
+    """Sort the parts of the records into the run; if a step occurs twice, the later one wins."""
     checks: dict[str, tuple[Callable[[Any], Any], dict[int, Any]]] = {
         "layers": (partial(_by_layer, check=_tensors), run.layers),
         "noise": (partial(_by_layer, check=_norms), run.noise),
@@ -283,7 +282,7 @@ def _take_health(run: RunRecord, records: Mapping[int, dict[str, Any]]) -> None:
     _note_faults(run, HEALTH_FILE, faults)
     last = None
     for step, switch in list(run.switches.items()):
-        if switch == last:  # made again by a resumed run, at its first step
+        if switch == last:  # repeated by a resumed run at its first step
             del run.switches[step]
         last = switch
 

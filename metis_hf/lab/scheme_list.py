@@ -1,7 +1,7 @@
-"""The schemes of this package in a line each; imports nothing, so that a list takes no time.
+"""The schemes of this package, one line each; imports nothing, so that listing them is instant.
 
-What a scheme costs and its gaps are copies: tests/schemes/test_schemes_command.py holds them equal
-to `lab.cost.scheme_overhead` and to the records of eval/results, groups to docs/schemes.md.
+Costs and gaps are copies: tests/schemes/test_schemes_command.py checks them against
+`lab.cost.scheme_overhead` and the records of eval/results, and the groups against docs/schemes.md.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 
 class Line(NamedTuple):
-    """A scheme in a list."""
+    """The line of a scheme."""
 
     name: str
-    use: str  # what to take it for, in at most 30 characters
-    extra: float  # multiply-adds beyond the three GEMMs of a layer of 4096 x 4096, % of theirs
+    use: str  # its purpose, in at most 30 characters
+    extra: float  # multiply-adds beyond the three GEMMs of a 4096 x 4096 layer, in % of theirs
     # Held-out loss above BF16's in %, trained from scratch; None: not on record.
     tiny: float | None = None  # 0.3M parameters, three seeds: eval/results/methods-tiny*.json
     larger: float | None = None  # 51M parameters, one seed: eval/results/scale-30m
 
 
-# To begin with; the others need a reason.
+# The schemes to start with; the others need a reason.
 FIRST = (
     "bf16", "metis", "metis-paper", "metis-released", "nvfp4", "nvfp4-rne", "nvidia",
     "four-over-six", "quartet2", "mxfp4", "w4a4", "w4a16",

@@ -1,4 +1,4 @@
-"""A tiny model and texts, for what a recipe runs with `--smoke`."""
+"""A tiny model and texts for recipes that run with `--smoke`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 
 
 def smoke_model(directory: Path, *, write: bool = True) -> tuple[str, str]:
-    """Write a tiny model with its tokenizer, and texts; return the two paths.
+    """Write a tiny model with its tokenizer, and a file of texts; return the two paths.
 
     Args:
-        directory: of both.
+        directory: where both are written.
         write: False where another process writes them.
     """
     path, data = directory / "smoke-model", directory / "smoke.jsonl"

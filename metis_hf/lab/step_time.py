@@ -1,10 +1,10 @@
-"""The time of a training step on a named device, about: measured steps, scaled by size.
+"""Estimate the time of a training step on a named device by scaling measured steps.
 
-A step without quantizers is FLOPs over the rate that models of its width reach. Quantizers add to
-each layer and micro-batch, in forward and backward pass together: on a GPU at least the time that
-Python takes to start their operations, unless the step is recorded as a CUDA graph. What was
-measured is predicted within a third (tests/lab/test_step_time.py); other sizes and schemes can be
-off by a factor of two.
+A step without quantizers takes its FLOPs over the rate that models of its width reach. Quantizers
+add time per layer and micro-batch, forward and backward together: on a GPU at least the time that
+Python needs to launch their kernels, unless the step is recorded as a CUDA graph. The measured
+steps are predicted within a third (tests/lab/test_step_time.py); other sizes and schemes can be off
+by a factor of two.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from metis_hf.schemes import Role, Scheme
 
 DAY = 86_400.0
 WEEK = 7 * DAY
-RECORDED, PYTHON = "recorded", "by Python"  # CUDA graphs play a step, or Python starts it
+RECORDED, PYTHON = "recorded", "by Python"  # a replayed CUDA graph, or Python launches kernels
 
 
 @dataclass(frozen=True)
 class Added:
-    """Milliseconds that quantizers add to a layer and micro-batch, forward and backward."""
+    """Milliseconds that quantizers add per layer and micro-batch, forward and backward."""
 
-    python: float  # at least so many where Python starts the operations
-    floor: float  # at least so many in any case
-    per_million: float  # elements of the layer's input, output and weight
+    python: float  # minimum where Python launches the kernels
+    floor: float  # minimum in any case
+    per_million: float  # per million elements of the layer's input, output and weight
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Device:
     """A device and its calibration.
 
     Attributes:
-        name: as in a sentence.
-        memory: GiB that a process can have; None: not known.
+        name: the name to print.
+        memory: GiB available to a process; None if unknown.
         rates: width of a model -> FLOP/s of its steps without quantizers, optimizer included.
-        added: by the scheme that was measured; see `timed_as`.
-        source: where the numbers are from.
+        added: measured scheme -> time that its quantizers add; see `timed_as`.
+        source: the source of the numbers.
     """
 
     name: str
@@ -55,18 +55,18 @@ class Device:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The ways in which a step can be started, the faster one first."""
+        """The ways to launch a step, the faster one first."""
         return (RECORDED, PYTHON) if any(each.python for each in self.added.values()) else (PYTHON,)
 
     @property
     def titles(self) -> list[str]:
-        """Titles for times in the ways: "time" where there is only one."""
+        """Column titles for `ways`: "time" if there is only one."""
         return list(self.ways) if len(self.ways) > 1 else ["time"]
 
 
-# Width 768: the steps of GPT-2 130M in benchmarks/gpu-nvidia-h200.md. What quantizers add for each
-# million elements is from there to one layer of 4096 x 4096 with 16,384 tokens, and the rate of
-# width 4096 is of Llama-3 8B with activation checkpointing; both were measured by hand at commit
+# Width 768: the steps of GPT-2 130M in benchmarks/gpu-nvidia-h200.md. `per_million` is the slope
+# from its layers to one layer of 4096 x 4096 with 16,384 tokens. The rate of width 4096 is from
+# Llama-3 8B with activation checkpointing. That layer and Llama-3 were measured by hand at commit
 # 431dd60.
 _H200 = Device(
     name="H200",
@@ -111,10 +111,10 @@ DEVICES = {
 
 
 def timed_as(scheme: Scheme) -> str | None:
-    """Name the measured scheme whose time a scheme is given; None: it quantizes nothing.
+    """Return the measured scheme whose time is used for a scheme; None if it quantizes nothing.
 
-    NVFP4 as it is counts as `nvfp4`, with 16-wide Hadamard matrices as `nvidia`; all else as
-    `metis`, the slowest that was measured.
+    Plain NVFP4 counts as `nvfp4`, NVFP4 with 16-wide Hadamard matrices as `nvidia`, and everything
+    else as `metis`, the slowest measured scheme.
     """
     operands = [o for role in Role if (o := scheme.operand(role)) is not None and o.quantizer]
     if not operands:
@@ -129,16 +129,16 @@ def timed_as(scheme: Scheme) -> str | None:
 def step_seconds(
     model: PreTrainedModel, flops: Mapping[str, float], load: Workload, device: Device
 ) -> dict[str, float]:
-    """Return the seconds of an optimizer step by the way in which it is started.
+    """Return way to launch -> seconds of an optimizer step.
 
-    Communication between processes, data and evaluation are not counted. Schemes whose state
-    changes with each step are not recorded. In several processes a recording computes the forward
-    pass twice, as under FSDP2 (`training.block_graphs`).
+    Communication between processes, data and evaluation are not counted. Steps of schemes whose
+    state changes with each step cannot be recorded. With several processes a recorded step computes
+    the forward pass twice, as under FSDP2 (`training.block_graphs`).
 
     Args:
-        model: the converted model, maybe without values.
-        flops: of a step over all processes, as `training_plan.step_flops` counts them.
-        load: what is trained.
+        model: the converted model; it may be on the meta device.
+        flops: FLOPs of a step over all processes, from `training_plan.step_flops`.
+        load: the amount of training.
         device: one of `DEVICES`.
     """
     layers = list(metis_layers(model))
@@ -167,7 +167,7 @@ def step_seconds(
 
 
 def _interpolate(rates: Mapping[int, float], width: int) -> float:
-    """Return the rate at a width: a straight line between logarithms, constant beyond the ends."""
+    """Return the rate at a width by log-log interpolation, constant beyond the ends."""
     widths = sorted(rates)
     if width <= widths[0] or width >= widths[-1]:
         return rates[widths[0] if width <= widths[0] else widths[-1]]
@@ -178,14 +178,14 @@ def _interpolate(rates: Mapping[int, float], width: int) -> float:
 
 
 def device_for(cpu_seconds: float) -> str:
-    """Return this machine's entry of `DEVICES`; an H200's for what its CPU takes over a day for."""
+    """Return the key in `DEVICES` of the local device; "h200" if its CPU would take over a day."""
     if not torch.cuda.is_available():
         return "cpu" if cpu_seconds <= DAY else "h200"
     return "h100" if "H100" in torch.cuda.get_device_name() else "h200"
 
 
 def about(seconds: float) -> str:
-    """Return a time in at most two digits, in minutes, hours or days: "1.4 h", "1,600 days"."""
+    """Format a time with two significant digits as minutes, hours or days, such as "1.4 h"."""
     if math.isnan(seconds):
         return "not known"
     if seconds < 100 * 60:

@@ -1,20 +1,20 @@
-"""Finished results in a directory, which are found again: key -> record.
+"""A directory of finished results that later commands reuse: key -> record.
 
-A command is a list of tasks. The result of a task is a *record*: a JSON file that exists whole or
-not at all, with the key that it was made under. The key is a digest of everything that decides the
-result, so an interrupted command goes on where it stopped, and a changed input is measured again:
+A command is a list of tasks. The result of a task is a *record*: a JSON file, written atomically,
+that contains the task's key. The key is a digest of everything that decides the result, so an
+interrupted command resumes where it stopped, and a changed input is measured again:
 
     store = Store(out)
     with store.hold():                            # no second writer
-        store.claim(settings, {"text": digest_of_path(text)})   # or refuse other settings
+        store.claim(settings, {"text": digest_of_path(text)})   # raises for other settings
         key = task_key(settings, "loss of metis")
         loss = store.get("loss-metis", key)
         if loss is None:
             loss = measure()
             store.put("loss-metis", key, loss)
 
-Several processes, on several machines too, can work on different tasks of one directory: each holds
-its task, `store.hold(name)`, instead of the directory.
+Several processes, on one or several machines, can work on different tasks of one directory if each
+holds its task, `store.hold(name)`, instead of the directory.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ __all__ = [
     "task_key",
 ]
 
-FORMAT = 1  # of a record's file
+FORMAT = 1  # version of the record files
 # The part of the package that decides the numbers of a task.
 NUMERICS = ("noise.py", "numerics", "transforms", "operands", "schemes", "layers")
-_OWN = "store"  # the field of a record's file that is not the task's
-_WAIT = 60  # seconds for another process that claims the directory at this moment
+_OWN = "store"  # the store's own field in a record file
+_WAIT = 60  # seconds to wait while another process claims the directory
 
 
 class DamagedRecord(ValueError):
-    """A file that is not the record that its name promises."""
+    """A record file is damaged or holds another record."""
 
 
 @dataclass(frozen=True)
 class Record:
     """A finished result."""
 
-    key: str  # what it was made under, see `task_key`
+    key: str  # see `task_key`
     value: dict[str, Any]
     made: dict[str, Any]  # versions, commit and device that made it
 
@@ -70,9 +70,9 @@ class Store:
     """The records of one directory.
 
     Args:
-        directory: made when something is written.
+        directory: created by the first write.
         option: the command's option that chose the directory, for error messages.
-        device: on which the tasks run, for provenance; None takes the machine's accelerator.
+        device: the device of the tasks, for provenance; None takes the machine's accelerator.
     """
 
     def __init__(
@@ -81,19 +81,19 @@ class Store:
         self.directory, self.option, self.device = Path(directory), option, device
 
     def path(self, name: str) -> Path:
-        """Return the file of a record: "runs/metis/loss" lies at runs/metis/loss.json.
+        """Return the file of a record: runs/metis/loss.json for "runs/metis/loss".
 
-        A name may come from a checkpoint: what no file is called everywhere is escaped.
+        Names may come from checkpoints, so characters that are not portable are escaped.
         """
         parts = [quote(part, safe=" ,+=()") for part in name.split("/")]
         parts = [part.replace(".", "%2E") if set(part) <= {"."} else part for part in parts]
         return self.directory.joinpath(*parts[:-1], f"{parts[-1]}.json")
 
     def find(self, name: str) -> Record | None:
-        """Return a record, whatever its key; None where there is none.
+        """Return a record, whatever its key; None if there is none.
 
         Raises:
-            DamagedRecord: the file is cut short, or holds something else.
+            DamagedRecord: the file is truncated, or holds something else.
             ValueError: another version wrote it.
         """
         path = self.path(name)
@@ -117,15 +117,15 @@ class Store:
         return Record(own["key"], content, own.get("made", {}))
 
     def get(self, name: str, key: str) -> dict[str, Any] | None:
-        """Return the result of a task, or None where there is none under this key; see `find`."""
+        """Return the result of a task; None if there is none under this key. Raises as `find`."""
         record = self.find(name)
         return record.value if record is not None and record.key == key else None
 
     def put(self, name: str, key: str, value: Mapping[str, Any]) -> None:
-        """Write the result of a task; one under another key is replaced.
+        """Write the result of a task, replacing an earlier one.
 
         Raises:
-            OSError: it cannot be written, as on a full disk; what was there before stays.
+            OSError: the write failed, for example on a full disk; the earlier record stays.
         """
         path = self.path(name)
         own = {"format": FORMAT, "name": name, "key": key, "made": _environment(self.device)}
@@ -137,15 +137,15 @@ class Store:
             raise OSError(error.errno, what, str(path)) from None
 
     def claim(self, settings: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> None:
-        """Claim the directory for an experiment, or go on with the same one.
+        """Claim the directory for an experiment; the same experiment may claim it again.
 
         Args:
-            settings: what tells experiments apart, JSON-ready.
-            inputs: what the experiment reads: a name for people -> a digest of the contents.
+            settings: the settings that identify the experiment, JSON-ready.
+            inputs: readable name -> digest of the contents of each input.
 
         Raises:
-            ValueError: the directory holds results of other settings or of other contents; the
-                message names what differs.
+            ValueError: the directory holds results of other settings or other inputs; the message
+                names the differences.
         """
         with hold(self._lock_file("claim"), _WAIT, option=self.option):
             self._claim_settings(json.loads(json.dumps(settings)))
@@ -179,16 +179,16 @@ class Store:
 
     @contextmanager
     def hold(self, name: str = "") -> Iterator[None]:
-        """Keep other writers out of the directory, or out of one task, while the block runs.
+        """Lock the directory, or one task, against other writers while the block runs.
 
-        The operating system ends the lock with its process. Processes that this one starts, forked
-        ones too, do not hold it.
+        The operating system releases the lock when the process ends. Child processes, forked ones
+        included, do not hold the lock.
 
         Args:
-            name: a task, which other processes leave alone then; "" holds the directory.
+            name: the task to lock; "" locks the directory.
 
         Raises:
-            ValueError: another process holds it; the message names that process.
+            ValueError: another process holds the lock; the message names that process.
         """
         with hold(self._lock_file(name), option=self.option):
             yield
@@ -204,23 +204,23 @@ def _environment(device: torch.device | None) -> dict[str, Any]:
 
 
 def task_key(*parts: Any) -> str:
-    """Return the key of a task: a digest of its own inputs, JSON-ready, and of the numerics."""
+    """Return the key of a task: a digest of `parts`, JSON-ready, and of the numerics."""
     return digest(numerics_digest(), *parts)
 
 
 @functools.cache
 def numerics_digest() -> str:
-    """Return a digest of the source that computes numbers, and of torch and transformers."""
+    """Return a digest of the NUMERICS source and of the torch and transformers versions."""
     root = Path(__file__).parents[1]
-    # transformers' version as it is installed: importing the library takes seconds.
+    # The package metadata has transformers' version; importing the library takes seconds.
     versions = torch.__version__, importlib.metadata.version("transformers")
     return digest(source_digest(*(root / name for name in NUMERICS)), versions)
 
 
 def source_digest(*paths: str | Path) -> str:
-    """Return a digest of Python files, and of those in folders, without comments and docstrings.
+    """Return a digest of Python files and folders of them, ignoring comments and docstrings.
 
-    A task that has code of its own adds it to its key: `task_key(source_digest(__file__), ...)`.
+    A task with code of its own adds the code to its key: `task_key(source_digest(__file__), ...)`.
     """
     found = []
     for path in map(Path, paths):

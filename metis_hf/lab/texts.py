@@ -1,4 +1,4 @@
-"""The beginning of a text as sequences of tokens, for what measures a model and trains nothing."""
+"""Token sequences from the start of a text, for measuring a model without training it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metis_hf.data.chat import check_vocabulary, read_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MIN_LENGTH = 8  # tokens of a sequence
+MIN_LENGTH = 8  # tokens per sequence
 
 
 def model_sequences(
@@ -26,20 +26,20 @@ def model_sequences(
     model: str,
     fewest: int = 1,
 ) -> Tensor:
-    """Return the beginning of a text as a model reads it, token ids [n length].
+    """Return the start of a text as token ids [n length] that the model can read.
 
     Args:
-        tokenizer: adds no special tokens.
+        tokenizer: the model's tokenizer.
         text: see `read_sequences`.
-        sequences: at most so many, and at least `fewest`.
-        length: tokens of each.
-        config: the model's.
-        model: its name, for messages.
-        fewest: sequences that are needed.
+        sequences: the largest n, at least `fewest`.
+        length: tokens per sequence.
+        config: the model's config.
+        model: the model's name, for messages.
+        fewest: the smallest n.
 
     Raises:
-        FileNotFoundError, ValueError: impossible sizes, a text too short, more tokens than the
-            model has positions, tokens that it does not embed; or as `read_sequences`.
+        FileNotFoundError, ValueError: impossible sizes, a text that is too short, sequences longer
+            than the model's context, tokens that the model does not embed; or as `read_sequences`.
     """
     if length < MIN_LENGTH or sequences < fewest:
         raise ValueError(
@@ -65,10 +65,10 @@ def model_sequences(
 def read_sequences(
     tokenizer: PreTrainedTokenizerBase, text: Path, sequences: int, length: int
 ) -> tuple[Tensor, int]:
-    """Return token ids [n length], n <= sequences, and how many tokens were read.
+    """Return token ids [n length], n <= sequences, and the number of tokens that were read.
 
-    The beginning of a UTF-8 file, or of JSON lines (see `data.chat`), is read; where n < sequences
-    it has no more. Errors as of `read_tokens`.
+    Reads the start of a UTF-8 file or of JSON lines (see `data.chat`); n < sequences only if the
+    file is too short. Raises as `read_tokens`.
     """
     tokens: list[int] = []
     for document in read_tokens(text, tokenizer):

@@ -1,7 +1,7 @@
-"""The cost of a training run before it begins: parameters, tokens, steps, time, memory.
+"""Estimate the cost of a training run: parameters, tokens, steps, time, memory.
 
 Nothing is allocated: parameters are counted on the meta device, and saved activations by tracing a
-forward pass with fake tensors. For dense decoders whose layers are attention and linear ones.
+forward pass with fake tensors. Only dense decoders of attention and linear layers are supported.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from metis_hf.lab.step_time import DEVICES, PYTHON, RECORDED, WEEK, about, devic
 from metis_hf.layers.experts import has_fused_experts
 from metis_hf.shared.numbers import gib, si
 
-# As transformers names layers of softmax attention in `layer_types`; "attention" in older configs.
+# transformers' names of softmax attention in `layer_types`; "attention" in older configs.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The findings of `plan_training`."""
+    """The result of `plan_training`."""
 
-    model_type: str  # architecture, as transformers calls it
+    model_type: str  # transformers' name of the architecture
     scheme: str
     workload: Workload
     # Counts: "total" as stored; "original" before conversion; "converted" weights of the original
@@ -41,11 +41,11 @@ class Plan:
     flops: dict[str, float]  # of one optimizer step over all processes, by kind: see `step_flops`
     added_share: float  # multiply-adds beyond the converted layers' GEMMs: see `cost.overhead`
     memory: dict[str, dict[str, int]]  # bytes by kind, "DDP" and "FSDP2": see `rank_memory`
-    # Of an optimizer step, about: by device (`step_time.DEVICES`) and by the way it is started.
+    # Estimate for one optimizer step: device (`step_time.DEVICES`) -> way to launch -> seconds.
     seconds: dict[str, dict[str, float]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan JSON-ready, derived numbers included."""
+        """Return the plan as a JSON-ready dict, derived numbers included."""
         load, step = self.workload, sum(self.flops.values())
         return asdict(self) | {
             "tokens_per_step": load.tokens_per_step,
@@ -59,16 +59,16 @@ class Plan:
 
 
 def plan_training(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -> Plan:
-    """Return the plan of the training of a model from scratch.
+    """Plan the training of a model from scratch.
 
     Args:
-        config: of a dense decoder model (Llama, GPT-2, ...).
-        metis: how it is converted.
-        workload: what is trained.
+        config: the config of a dense decoder model (Llama, GPT-2, ...).
+        metis: the config of the conversion.
+        workload: the amount of training.
 
     Raises:
-        ValueError: a model whose layers are not attention and linear ones, checkpointing of a
-            model whose blocks are unknown, or what `get_metis_model` refuses.
+        ValueError: a model with layers other than attention and linear ones, checkpointing of a
+            model whose blocks are unknown; or as `get_metis_model`.
     """
     _check_layers(config)
     model = meta_model(config)
@@ -129,13 +129,13 @@ def step_flops(
     """Return FLOPs of one optimizer step of the dense model by kind, over all processes.
 
     - "gemm": converted layers, 6 per weight and token.
-    - "other_gemm": output head and layers left out, also 6.
+    - "other_gemm": output head and unconverted layers, also 6.
     - "attention": Q K^T and P V, 12 l t s h d for l layers, t tokens in sequences of length s and
-      h heads of size d (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B); the causal half is
-      not taken off.
+      h heads of size d (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B), without subtracting
+      the masked half.
     - "recomputation": one more forward pass of the blocks under activation checkpointing.
 
-    `gemms` are multiplications of a token by module before the conversion (`gemm_weights`).
+    `gemms` maps modules to multiplications per token before the conversion (`gemm_weights`).
     """
     tokens, config = load.tokens_per_step, model.config
     converted = sum(layer.in_features * layer.out_features for _, layer in metis_layers(model))
@@ -162,10 +162,10 @@ def print_plan(
     """Print a plan as two tables.
 
     Args:
-        plan: of one run.
+        plan: the plan of one run.
         console: where to print.
         device: one of `step_time.DEVICES`; None: `device_for` chooses.
-        runs: trainings of this kind, one after the other.
+        runs: number of such runs, one after the other.
     """
     console, load, counts = console or Console(), plan.workload, plan.parameters
     run = {

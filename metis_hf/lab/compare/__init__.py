@@ -1,6 +1,6 @@
-"""Comparing schemes with error bars: every variant trained with the same seeds on the same data.
+"""Compare schemes with error bars: every variant is trained with the same seeds on the same data.
 
-`plan` says what is compared. Its `tasks`, a variant with a seed each, are trained by `dispatch`, in
-one process each (`worker`). `statistics`, `loss_table` and `loss_figures` show the result.
+`plan` defines the comparison. `dispatch` trains its `tasks`, one per variant and seed, each in its
+own process (`worker`). `statistics`, `loss_table` and `loss_figures` present the results.
 `metis-hf compare` is the command.
 """

@@ -1,4 +1,4 @@
-"""A comparison from its options to its tables: `metis-hf compare` and `metis-hf demo`."""
+"""Run a comparison from options to tables: `metis-hf compare` and `metis-hf demo`."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ def compare_schemes(
     device: str | None = None,
     imports: Sequence[str] = (),
 ) -> list[str]:
-    """Train what is missing, write tables and figures, and return an error text for each failure.
+    """Train missing runs, write tables and figures, and return an error text for each failure.
 
-    Interrupted, it goes on where it stopped: finished runs are not repeated, and others resume from
-    their last whole checkpoint. A run that fails does not stop the others. The runs end when this
-    process does, however it ends.
+    An interrupted comparison resumes: finished runs are not repeated, and others continue from
+    their last complete checkpoint. A run that fails does not stop the others. The runs end when
+    this process does, however it ends.
 
     Args:
-        options: as `make_plan` takes them.
+        options: arguments of `make_plan`.
         out: the comparison's directory.
         jobs: runs side by side; None takes the number of accelerators, or of CPU cores.
         launcher: command that starts a run on several devices; one run at a time.
         share: (K, N): this process is the K-th of N that work in the directory at the same time,
-            and trains every N-th run of the plan. The one that finds all runs done writes the
+            and trains every N-th run of the plan. The process that finds all runs done writes the
             tables.
-        times: time a step of every variant side by side, afterwards.
-        dry_run: show the plan alone.
-        device: of the times of a dry run, as `show_plan` takes it.
-        imports: files and modules that register schemes, as `absolute_source` gives them.
+        times: after training, time a step of every variant side by side.
+        dry_run: only show the plan.
+        device: device for the times of a dry run; see `show_plan`.
+        imports: files and modules that register schemes, from `absolute_source`.
 
     Raises:
-        ValueError: the directory or a run in it belongs to something else or is in use (`held`);
-            it was used with `imports`, and none are given; `jobs` is below 1 or contradicts the
-            launcher; the data do not fit the model.
+        ValueError: the directory or a run in it belongs to another comparison or is in use
+            (`held`); the directory was used with `imports`, and none are given; `jobs` is below 1
+            or contradicts the launcher; the data does not fit the model.
     """
     if not imports and (begun := imports_of(out)):
         named = " ".join(f"--import {shlex.quote(source)}" for source in begun)
@@ -110,7 +110,7 @@ def compare_schemes(
         except ValueError:
             if share is None:
                 raise
-            return failures  # another process found all runs done, and writes
+            return failures  # another process is writing the tables
         return failures + _write(plan, tasks, data, out, console, times=times)
 
 
@@ -126,15 +126,15 @@ def _train(
     imports: Sequence[str],
     array: bool,
 ) -> list[str]:
-    """Train the tasks that have no result; returns an error text if some failed."""
+    """Train the tasks that have no result; return an error text if any failed."""
     length = plan.experiment.sequence_length
     if not launcher:
         with_accumulation(plan.experiment, plan.global_batch, processes=1)
     checkpoint = plan.experiment.checkpoint
     if plan.text is not None:
-        text_files(plan.text)  # before anything is written
+        text_files(plan.text)  # fail before anything is written
     elif plan.data is not None:
-        # The same, and so that the runs share the cache that this makes.
+        # Fail early here too, and fill the cache that the runs share.
         load_data(data, plan.validation, plan.of_seed(plan.seeds[0]), plan.eval_sequences)
     with held(plan, store, tasks, array=array, note=progress.note) as waiting:
         if plan.data is None or plan.text is not None:
@@ -173,7 +173,7 @@ def _write(
     *,
     times: bool,
 ) -> list[str]:
-    """Write the files of the runs that are done; returns an error text if none could be timed."""
+    """Write the output files of the finished runs; return an error text if timing failed."""
     results, failures = results_of(tasks), []
     if not results:
         return []
@@ -182,7 +182,7 @@ def _write(
         variants = tuple(variant for variant in plan.variants if variant.name in trained)
         try:
             measure_times(replace(plan, variants=variants), data, out / TIMES_FILE)
-        except (RuntimeError, ValueError, OSError) as error:  # of memory, first of all
+        except (RuntimeError, ValueError, OSError) as error:  # mostly out of memory
             failures.append(f"--times: steps were not timed: {error}")
     write_outputs(plan, results, out, jobs=jobs_of(tasks), console=console)
     return failures

@@ -1,7 +1,7 @@
-"""The data of a comparison, on disk, so that every process reads the same.
+"""The data of a comparison on disk, so that every process reads the same tokens.
 
-`embed` chunks a folder of text or the standard library's sources once; `load_data` opens them, or
-what recipes/prepare_data.py wrote, for a run.
+`embed` chunks a folder of text, or the standard library's sources, once. `load_data` opens this
+data, or data from recipes/prepare_data.py, for a run.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ def embed(
     text: Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Chunk text into `directory`, if it does not hold any yet.
+    """Chunk text into `directory`, unless the directory exists.
 
-    Writes `train`, `validation` (other files) and `tokenizer`, which is trained on `train`.
+    Writes `train`, `validation` (other files) and `tokenizer`. A new tokenizer is trained on the
+    first file of a text folder, or on the standard library's `train`, up to 3M characters.
 
     Args:
-        directory: where the three go.
-        vocab_size: of the tokenizer that is trained.
+        directory: parent of the three.
+        vocab_size: vocabulary size of a new tokenizer.
         sequence_length: tokens per sequence.
-        tokens: of `train`, at most; None takes all.
-        held_out_tokens: of `validation`, at most; None takes all.
+        tokens: largest number of tokens in `train`; None takes all.
+        held_out_tokens: largest number of tokens in `validation`; None takes all.
         text: a folder of .txt or .txt.xz files (`shards.text_files`); None: the sources of
             Python's standard library.
-        tokenizer: of the model; None trains one.
+        tokenizer: the model's tokenizer; None trains a new one.
 
     Raises:
-        FileNotFoundError, ValueError: as of `shards.text_files` and `shards.read_text`.
+        FileNotFoundError, ValueError: as `shards.text_files` and `shards.read_text`.
     """
     from metis_hf.data.corpus import chunk, split_documents, stdlib_documents, train_tokenizer
     from metis_hf.data.shards import documents, text_files
 
     if directory.is_dir():
         return
-    # Of this process: others of an array may do the same at this moment.
+    # Named after the process: other processes of an array may write at the same time.
     temporary = directory.with_name(f"{directory.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     train: Iterable[Document]
     held_out: Iterable[Document]
@@ -91,15 +92,16 @@ def load_data(
     """Return (training sequences in the seed's order, held-out sequences, tokenizer).
 
     Args:
-        data: what `embed` or recipes/prepare_data.py wrote.
-        validation: held-out tokens in a directory of their own; None takes `data/validation`.
-        experiment: its model, length of a sequence and seed.
-        eval_sequences: at most so many held-out sequences; of n, every (n // eval_sequences)-th.
+        data: a directory written by `embed` or recipes/prepare_data.py.
+        validation: a directory of held-out tokens; None takes `data/validation`.
+        experiment: provides the model, sequence length and seed.
+        eval_sequences: largest number of held-out sequences; of n, every (n // eval_sequences)-th
+            is taken.
 
     Raises:
         FileNotFoundError: no chunked tokens, or no held-out ones.
         ValueError: sequences of another length, tokens that the model does not embed, or
-            `validation` beside what `embed` wrote.
+            `validation` together with data from `embed`.
     """
     from transformers import AutoTokenizer
 
@@ -131,7 +133,7 @@ def load_data(
 
 
 def _embedded(directory: Path, vocab_size: int, sequence_length: int) -> datasets.Dataset:
-    """Open a part of the data that `embed` wrote; sequences have one length."""
+    """Open `train` or `validation` from `embed`; check sequence length and vocabulary."""
     import datasets
 
     found = datasets.load_from_disk(directory).with_format("numpy")

@@ -1,4 +1,4 @@
-"""Processes for the tasks of a comparison, as many side by side as there are devices."""
+"""Runs the tasks of a comparison in parallel processes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.shared.processes import Children, sigterm_raises
 
 LOG_FILE = "worker.log"
-_LOG_LINES = 15  # of a failed run's log that its error shows
+_LOG_LINES = 15  # last lines of a failed run's log, shown in its error
 
 
 def devices() -> int:
-    """Return runs that a machine can hold: one for each accelerator, else one for each CPU core."""
+    """Return the number of runs that fit: one per accelerator, or per CPU core without any."""
     if torch.accelerator.is_available():
         return torch.accelerator.device_count()
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def slot_environment(slot: int, slots: int) -> dict[str, str]:
-    """Return a run's share of the machine: its accelerator, or its part of the CPU's threads."""
+    """Return environment variables that give a run its CUDA device or share of the CPU threads."""
     if torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(i) for i in range(devices())]
@@ -85,7 +85,7 @@ def _train_one(
     with open(log, "w") as errors:
         child = subprocess.Popen(
             [*command, str(task.directory), "--with-parent"],
-            stdin=subprocess.PIPE,  # ends with this process, and the run with it
+            stdin=subprocess.PIPE,  # closes when this process ends, which ends the run
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -112,7 +112,7 @@ def _train_one(
 def _follow(line: str, task: Task, progress: TaskProgress) -> None:
     try:
         values: dict[str, Any] = json.loads(line)
-    except json.JSONDecodeError:  # something else that was printed
+    except json.JSONDecodeError:  # other output
         return
     if not isinstance(values, dict):
         return

@@ -1,4 +1,4 @@
-"""A comparison before it is paid for: tokens, steps, time, memory, and what is published."""
+"""The dry run of a comparison: tokens, steps, time, memory, and published results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show_plan(plan: ComparisonPlan, console: Console, device: str | None = None)
     """Print what a comparison would train, and for how long; nothing is trained or written.
 
     Args:
-        plan: of the comparison.
+        plan: the plan of the comparison.
         console: where to print.
         device: one of `step_time.DEVICES`; None: `device_for` chooses.
     """
@@ -89,7 +89,7 @@ def describe(plan: ComparisonPlan, config: PreTrainedConfig) -> list[str]:
 def times(
     plan: ComparisonPlan, config: PreTrainedConfig, variant: Variant
 ) -> dict[str, dict[str, float]]:
-    """Return the seconds of a run by device and way, about; NaN where experts are fused."""
+    """Return device -> way to launch -> estimated seconds of a run; NaN for fused experts."""
     model, load = meta_model(config), _workload(plan)
     if has_fused_experts(model):
         return {name: dict.fromkeys(each.ways, math.nan) for name, each in DEVICES.items()}
@@ -103,7 +103,7 @@ def times(
 
 
 def control_memory(plan: ComparisonPlan, config: PreTrainedConfig, *, bf16: bool) -> float:
-    """Return the bytes of a run without quantizers (`rank_memory`); NaN where experts are fused."""
+    """Return the bytes of a run without quantizers (`rank_memory`); NaN for fused experts."""
     model, load = meta_model(config), replace(_workload(plan), bf16=bf16)
     if has_fused_experts(model):
         return math.nan
@@ -113,7 +113,7 @@ def control_memory(plan: ComparisonPlan, config: PreTrainedConfig, *, bf16: bool
 def row(
     variant: str, seconds: Mapping[str, float], device: Device, beside: published.Beside | None
 ) -> list[str]:
-    """Return the cells of a variant: its times, and what is published of it."""
+    """Return the table cells of a variant: its name, times and published results."""
     cells = [about(seconds[way]) if way in seconds else "" for way in device.ways]
     theirs: list[str] = []
     if beside is not None and beside.losses:
@@ -123,11 +123,11 @@ def row(
 
 
 def remarks(plan: ComparisonPlan, device: Device, total: float, memory: float) -> Iterator[str]:
-    """Return sources of the times, memory and warnings, a sentence each.
+    """Yield a sentence each on the source of the times, on memory, and for warnings.
 
     Args:
-        plan: of the comparison.
-        device: of the times.
+        plan: the plan of the comparison.
+        device: the device of the times.
         total: seconds of all runs.
         memory: bytes of a run without quantizers.
     """

@@ -26,7 +26,7 @@ from metis_hf.lab.show.figure import (
 )
 from metis_hf.schemes import CONTROL
 
-_CURVES = 6  # of a figure; more can't be followed
+_CURVES = 6  # per figure; more cannot be told apart
 
 
 def plot_all(
@@ -36,20 +36,20 @@ def plot_all(
     title: str,
     reference: str | None = None,
 ) -> None:
-    """Draw the three figures into a directory; those without a gap are removed.
+    """Draw the three figures into a directory; without gaps only the curves remain.
 
     Args:
-        summaries: of the variants.
-        results: of their runs.
+        summaries: the summaries of the variants.
+        results: the results of their runs.
         out: the directory.
-        title: of each figure: model, tokens and seeds.
+        title: title of each figure: model, tokens and seeds.
         reference: variant whose curve is always drawn.
     """
     plot_curves(results, out / "loss.png", title, reference)
-    for name in ("gap.png", "cost.png"):  # of fewer variants may be none
+    for name in ("gap.png", "cost.png"):  # earlier ones, which may not be drawn again
         (out / name).unlink(missing_ok=True)
     if any(summary.gap is not None for summary in summaries):
-        # As in the curves, whatever order the table has.
+        # The styles of the curves, whatever the order of the table.
         styles = scheme_styles([result.scheme for result in results])
         plot_gaps(summaries, results, styles, out / "gap.png", title)
         plot_costs(summaries, styles, out / "cost.png", title)
@@ -66,7 +66,7 @@ def curves(results: Sequence[SchemeResult]) -> dict[str, tuple[list[int], list[l
 def paired_gaps(
     results: Sequence[SchemeResult], name: str, span: int
 ) -> tuple[list[int], list[list[float]]]:
-    """Return (steps, smoothed gap to the control in percent, for each seed that both have)."""
+    """Return (steps, smoothed gaps to the control in percent for each common seed)."""
     control = {r.seed: _losses(r) for r in results if r.scheme == CONTROL}
     steps, values = _at_common_steps(
         [
@@ -83,7 +83,7 @@ def _losses(result: SchemeResult) -> dict[int, float]:
 
 
 def _at_common_steps(series: Sequence[dict[int, float]]) -> tuple[list[int], list[list[float]]]:
-    """Return (steps, values of each): an earlier version logged fewer, and a run may have ended."""
+    """Return (steps that all series have, values of each series at these steps)."""
     steps = sorted(set.intersection(*map(set, series))) if series else []
     return steps, [[values[step] for step in steps] for values in series]
 
@@ -91,8 +91,8 @@ def _at_common_steps(series: Sequence[dict[int, float]]) -> tuple[list[int], lis
 def telling(losses: Mapping[str, float], always: Container[str | None]) -> list[str]:
     """Return the names whose curves a figure shows, at most six, in the order of `losses`.
 
-    All of `always` are among them, and of the others the lowest and the highest loss with some
-    evenly between them. One that diverged is left out first.
+    All of `always` are included. The others are evenly spread from the lowest to the highest loss;
+    diverged ones are left out first.
     """
     others = [name for name in losses if name not in always]
     others.sort(key=lambda name: (not math.isfinite(losses[name]), losses[name]))
@@ -105,7 +105,7 @@ def telling(losses: Mapping[str, float], always: Container[str | None]) -> list[
 
 
 def not_drawn(names: Iterable[str], drawn: Container[str]) -> str:
-    """Return a line below a figure that names the curves it leaves out; empty if it has all."""
+    """Return a line that names the curves a figure leaves out; empty if it shows all."""
     left = [plain_text(name) for name in names if name not in drawn]
     return "\n" + textwrap.fill(f"only in the table: {', '.join(left)}", 80) if left else ""
 
@@ -115,7 +115,7 @@ def plot_curves(
 ) -> None:
     """Draw training loss by step, and the paired gap to the control; bands span the seeds.
 
-    The figure has the curves of `telling` variants, and names the others.
+    The figure shows the variants that `telling` selects, and names the others.
     """
     figure, axes = figure_axes(2, 1, (8.5, 7.5), sharex=True, height_ratios=[3, 2.4])
     (top,), (bottom,) = axes
@@ -157,14 +157,14 @@ def plot_curves(
 
 
 def _mean(label: str, steps: list[int], series: list[list[float]], style: Style) -> Line:
-    """Return the mean of some curves, with a band over their range."""
+    """Return the mean of several curves, with a band over their range."""
     columns = list(zip(*series))
     band = ([min(c) for c in columns], [max(c) for c in columns]) if len(series) > 1 else None
     return Line(label, steps, [statistics.fmean(c) for c in columns], style, band)
 
 
 def _after_start(parts: Iterable[list[list[float]]], share: int) -> set[float]:
-    """Return the finite values after the first 1/share of curves: losses fall fast before it."""
+    """Return the finite values of curves without the first 1/share, in which losses fall fast."""
     found = (v for series in parts for values in series for v in values[len(values) // share :])
     return set(filter(math.isfinite, found))
 

@@ -1,4 +1,4 @@
-"""The comparison as a table (terminal, markdown, LaTeX, CSV) and in sentences."""
+"""The results of a comparison as a table (terminal, markdown, LaTeX, CSV) and as sentences."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _CROWDED = 8  # rows; more are sorted by loss
-# Columns of a terminal by their worth, by how titles begin; tasks stand before the last two.
+# Prefixes of column titles, most important first, for terminals; tasks rank before the last two.
 _WORTH = (
     "Loss", "Gap to control", "Extra", "Above", "s/step", "Gap dense", "Avg", "x control", "MB",
 )  # fmt: skip
 
 
 def ordered(summaries: Sequence[Summary]) -> list[Summary]:
-    """Order summaries as given; many of them by loss, the control first, diverged ones last."""
+    """Return summaries as given; more than eight by loss, the control first, diverged ones last."""
     if len(summaries) <= _CROWDED:
         return list(summaries)
     return sorted(summaries, key=lambda s: (s.name != CONTROL, math.isnan(s.mean), s.mean))
@@ -44,7 +44,7 @@ def header(
     Args:
         summaries: the rows.
         reference: the variant that the summaries were compared with.
-        timed: show step times, which are no measurement of runs that shared a machine.
+        timed: show step times, which are meaningless for runs that shared a machine.
     """
     return [title for title, _ in _columns(summaries, reference, timed)]
 
@@ -104,7 +104,7 @@ def format_gap(gap: Interval | None) -> str:
 
 
 def best(summaries: Sequence[Summary]) -> str | None:
-    """Name of the variant with the lowest mean loss; None if no mean is finite."""
+    """Return the name of the variant with the lowest mean loss; None if no mean is finite."""
     finite = [s for s in summaries if math.isfinite(s.mean)]
     return min(finite, key=lambda s: s.mean).name if finite else None
 
@@ -135,7 +135,7 @@ def _with_bold(cells: list[list[str]], summaries: Sequence[Summary], bold: str) 
 def terminal(
     summaries: Sequence[Summary], reference: str | None, *, timed: bool, width: int
 ) -> tuple[Table, list[str]]:
-    """Return the table for a terminal, and the titles of columns for which it is too narrow.
+    """Return the table for a terminal, and the titles of the columns that do not fit.
 
     The lowest loss is bold, diverged variants are red.
     """
@@ -162,7 +162,7 @@ def terminal(
 
 
 def as_csv(summaries: Sequence[Summary]) -> str:
-    """Return every number in full, one line for each variant."""
+    """Return all numbers, unrounded, as CSV with one line per variant."""
     seeds = sorted({seed for summary in summaries for seed in summary.losses})
     tasks = list(summaries[0].tasks)
     out = io.StringIO()
@@ -208,7 +208,7 @@ def findings(summaries: Sequence[Summary], reference: str | None = None) -> list
 
 
 def _told_apart(gaps: Mapping[str, Interval | None], base: str) -> list[str]:
-    """List the variants that differ from `base` by more than their interval, and the others."""
+    """Return sentences that list the variants above, below, and not told apart from `base`."""
     told: dict[str, list[str]] = {"above": [], "below": [], "not told apart from": []}
     for name, gap in gaps.items():
         if gap is not None and gap.count > 1 and math.isfinite(gap.mean):

@@ -1,4 +1,4 @@
-"""Meters of a run: the time of its steps and the memory that it takes."""
+"""Meters of a run: step times and peak memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ OnStep = Callable[[int, float | None], None]
 
 
 class PeakMemory:
-    """The most memory in use since this was made, in bytes, beyond what was in use then.
+    """Peak memory since construction, in bytes above the use at construction.
 
-    On an accelerator what is allocated there, else the size of the process.
+    Measures torch's allocations if there is a CUDA device, else the resident size of the process.
     """
 
     def __init__(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        with contextlib.suppress(OSError):  # Linux resets the process's peak on this
+        with contextlib.suppress(OSError):  # resets the process's peak on Linux
             Path("/proc/self/clear_refs").write_text("5")
         self._start = self._peak()
 
@@ -43,7 +43,7 @@ class PeakMemory:
 
 
 def _peak_of_process() -> int:
-    """Return the peak where there is no /proc: nothing resets it there."""
+    """Return the peak on systems without /proc, where it cannot be reset."""
     try:
         import resource
     except ImportError:  # Windows
@@ -55,7 +55,7 @@ def _peak_of_process() -> int:
 
 
 class StepClock(transformers.TrainerCallback):
-    """Adds `step_seconds` to each log entry; calls `on_step(step, loss)` after it."""
+    """Adds `step_seconds` to each training log entry, then calls `on_step(step, loss)`."""
 
     def __init__(self, on_step: OnStep) -> None:
         self.on_step = on_step
@@ -76,6 +76,6 @@ class StepClock(transformers.TrainerCallback):
 
 
 def synchronize() -> None:
-    """Wait for an accelerator's queued work, which no clock of the CPU sees."""
+    """Wait until the accelerator has finished its queued work."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""Settings of an experiment that TrainingArguments and a model's config cannot say."""
+"""Settings of an experiment that TrainingArguments and a model's config cannot express."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from metis_hf.lab.compare.variants import Experiment
 from metis_hf.training.trainer import MetisTrainer
 
-_RESIDUAL_WRITERS = ("o_proj", "down_proj")  # of Llama and the models that are built like it
+_RESIDUAL_WRITERS = ("o_proj", "down_proj")  # in Llama and similar models
 
 
 class ExperimentTrainer(MetisTrainer):
     """MetisTrainer with the schedule and the weight decay of an experiment.
 
     Args:
-        experiment: its `one_cycle` and `decay_embeddings` are followed.
-        **options: of transformers' Trainer.
+        experiment: provides `one_cycle` and `decay_embeddings`.
+        **options: arguments of transformers' Trainer.
     """
 
     def __init__(self, experiment: Experiment, **options: Any) -> None:
@@ -32,13 +32,13 @@ class ExperimentTrainer(MetisTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Return torch's OneCycleLR with AdamW's betas left alone, or Trainer's own schedule.
+        """Return torch's OneCycleLR without its change of AdamW's betas, or Trainer's own schedule.
 
-        A warm-up of less than one step, as of a run of a few steps, is left out.
+        A warm-up of less than one step, as in a run of a few steps, is left out.
         """
         stepped = self.optimizer if optimizer is None else optimizer
         if self.lr_scheduler is None and self._one_cycle is not None:
-            assert stepped is not None  # Trainer makes it before the schedule
+            assert stepped is not None  # Trainer creates it before the schedule
             self.lr_scheduler = OneCycleLR(  # type: ignore[assignment]
                 stepped,
                 max_lr=self.args.learning_rate,
@@ -50,7 +50,7 @@ class ExperimentTrainer(MetisTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names that decay, without embeddings and head if the experiment says so."""
+        """Return the names that get weight decay, without embeddings and head if so configured."""
         names = super().get_decay_parameter_names(model)
         if self._decays_embeddings:
             return names
@@ -60,12 +60,13 @@ class ExperimentTrainer(MetisTrainer):
 
 
 def _divisible(one_cycle: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return the arguments with a warm-up that OneCycleLR can divide by.
+    """Return the arguments with a warm-up that does not make OneCycleLR divide by zero.
 
-    It divides by the steps from the first one to the end of the warm-up. Of a warm-up that is one
-    step these are zero, so the share is raised by a billionth: that step has the first rate.
+    OneCycleLR divides by the number of steps from the first step to the end of the warm-up, which
+    is zero for a warm-up of one step. Raising the share by a billionth avoids that, and the step
+    runs at the initial rate.
     """
-    share = one_cycle.get("pct_start", 0.3)  # as OneCycleLR's own
+    share = one_cycle.get("pct_start", 0.3)  # OneCycleLR's default
     return {**one_cycle, "pct_start": share * (1 + 1e-9)} if share * steps == 1 else one_cycle
 
 

@@ -1,4 +1,4 @@
-"""A comparison in a user's words: the keys of the YAML file, read and checked one by one."""
+"""The user's options of a comparison: the keys of the YAML file, read and checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from metis_hf.shared.yaml_file import read_yaml
 
 DEFAULT_SEEDS = (0, 1, 2)
 _TEXTS = {"preset", "reference", "size", "checkpoint", "data", "validation", "tasks_dir"}
-# Arguments of TrainingArguments that a comparison sets for every run, and what sets them.
+# TrainingArguments that a comparison sets for every run -> what sets them.
 OWN_ARGUMENTS = {
     "output_dir": "every run has a directory below --out",
     "run_name": "a run is called after its variant and its seed",
@@ -43,10 +43,10 @@ _BELOW_ONE = ("adam_beta1", "adam_beta2")
 
 @dataclass(kw_only=True)
 class Options:
-    """Input of `make_plan`, as a YAML file or a command line gives it; checked when made.
+    """Input of `make_plan` from a YAML file or a command line, checked on construction.
 
     Raises:
-        ValueError: a value that is out of range or of another kind; the message names its key.
+        ValueError: a value that is out of range or of the wrong type; the message names its key.
     """
 
     preset: str | None = None
@@ -110,11 +110,11 @@ class Options:
 
 
 def given_values(file: Path | None, **options: Any) -> dict[str, Any]:
-    """Return the keys of a YAML file and options, which win over it; None means not given.
+    """Return the values of a YAML file and options; options override the file, None is not given.
 
     Raises:
-        ValueError: no YAML file; a key in it that is not one of `Options`; a list or a number where
-            a name or a path belongs.
+        ValueError: the file is not YAML, or has a key that `Options` does not have; a list or a
+            number in place of a name or a path.
     """
     keys = [field.name for field in dataclasses.fields(Options)]
     found = {} if file is None else read_yaml(file)
@@ -134,11 +134,11 @@ def given_values(file: Path | None, **options: Any) -> dict[str, Any]:
 
 
 def check_model(given: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse keys of `model` that its config has not, which transformers would take silently.
+    """Reject keys of `model` that its config does not have; transformers accepts them silently.
 
     Args:
-        given: those that were asked for.
-        model: all of them, with the `model_type`.
+        given: the keys that the user set.
+        model: all keys, including `model_type`.
 
     Raises:
         ValueError: such a key, an unknown `model_type`, or values that make no model.
@@ -155,7 +155,7 @@ def check_model(given: Mapping[str, Any], model: Mapping[str, Any]) -> None:
 
 
 def _training(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of TrainingArguments; numbers that YAML 1.1 takes for text as numbers."""
+    """Check TrainingArguments, and parse numbers that YAML 1.1 reads as text, such as 1e-3."""
     known = [field.name for field in dataclasses.fields(TrainingArguments)]
     hints = typing.get_type_hints(TrainingArguments)
     values: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def _training(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         values[key] = value
         if isinstance(value, str):
-            with contextlib.suppress(ValueError):  # text that means text
+            with contextlib.suppress(ValueError):  # not a number
                 values[key] = float(value)
         _check_number(key, values[key], set(typing.get_args(hints[key])) or {hints[key]})
     for key in ("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
@@ -178,7 +178,7 @@ def _training(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_number(key: str, value: Any, kinds: set[Any]) -> None:
-    """Refuse what is no number where TrainingArguments has one, which it does not look at."""
+    """Reject values that are not numbers in range, which TrainingArguments does not check."""
     if value is None and type(None) in kinds:
         return
     if kinds <= {int, type(None)} and type(value) is not int:

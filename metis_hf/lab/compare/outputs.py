@@ -1,4 +1,4 @@
-"""Files that a comparison leaves: the record, the table in four formats, three plots."""
+"""Output files of a comparison: record, table in three formats, published results, three plots."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def write_outputs(
     """Write FILES into `out`, and print table and findings.
 
     Args:
-        plan: what was compared.
-        results: of its runs. Their step times are shown if they had the machine to themselves
-            and none of `measure_times` go before.
+        plan: the comparison.
+        results: the results of its runs. Step times come from `measure_times`; without those, the
+            runs' own times are shown if one run at a time was trained.
         out: the comparison's directory.
-        jobs: runs side by side; None where it is not known.
+        jobs: number of runs that were trained side by side; None if unknown.
         console: where the table goes.
     """
     times, about_times = load_times(plan, out / TIMES_FILE, {r.scheme for r in results})
@@ -99,15 +99,15 @@ def write_tables(
     *,
     timed: bool,
 ) -> None:
-    """Write the table and the figures of a comparison; figures without a gap are removed.
+    """Write the table and the figures; without gaps, existing gap and cost figures are removed.
 
     Args:
-        summaries: in the order of the table.
-        results: of the runs, with their curves.
+        summaries: the summaries in the order of the table.
+        results: the results of the runs, with their curves.
         out: the directory.
-        sentences: under the table; the first describes the comparison.
-        reference: as the plan's.
-        timed: whether the tables show step times; the CSV does.
+        sentences: printed below the table; the first describes the comparison.
+        reference: see `ComparisonPlan`.
+        timed: whether the tables show step times; the CSV file always does.
     """
     body = loss_table.markdown(summaries, reference, timed=timed) + "\n"
     body += "".join(f"- {text}\n" for text in sentences)
@@ -118,13 +118,13 @@ def write_tables(
 
 
 def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> dict[str, float]:
-    """Return each variant's multiply-adds beyond the three GEMMs, % of theirs (`overhead`).
+    """Return variant -> multiply-adds beyond the three GEMMs, in % of theirs (`overhead`).
+
+    NaN for models with fused experts, where tokens per expert are unknown beforehand.
 
     Args:
-        model: what AutoConfig makes the compared model's config from.
-        results: runs of that model, with the config that each was trained with; a precision that
-            switches during training is not counted. NaN for models of fused experts, whose
-            tokens nobody knows beforehand.
+        model: AutoConfig's arguments for the compared model.
+        results: the results, with the config of each run; precision schedules are not counted.
     """
     config = AutoConfig.for_model(**model)
     configs = {result.scheme: MetisConfig.from_dict(result.config) for result in results}
@@ -134,7 +134,7 @@ def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> di
 
 
 def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:
-    """Return the comparison in a line: size, tokens, seeds, data."""
+    """Describe the comparison in one line: size, tokens, data, seeds."""
     parameters = results[0].parameters
     data = "Python's standard library" if plan.data is None else Path(plan.data).name
     count = len({result.seed for result in results})
@@ -146,12 +146,12 @@ def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:
 
 
 def different_machines(results: Sequence[SchemeResult]) -> list[str]:
-    """Name the devices and precisions in a sentence if runs of one seed had several."""
+    """Return a sentence on devices and precisions if they differ between runs of one seed."""
 
     def place(result: SchemeResult) -> str | None:
         if result.machine is None:
             return None
-        # Runs of one machine may have had other numbers of threads.
+        # Runs on one machine may have had different numbers of threads.
         device = re.sub(r", \d+ threads$", "", result.machine["device"])
         return f"{device} in {result.machine['precision']}"
 
@@ -159,7 +159,7 @@ def different_machines(results: Sequence[SchemeResult]) -> list[str]:
 
 
 def different_code(results: Sequence[SchemeResult]) -> list[str]:
-    """Name the code of each run in a sentence if runs of one seed were trained by several."""
+    """Return a sentence on the code of each run if it differs between runs of one seed."""
 
     def code(result: SchemeResult) -> str | None:
         if result.code is None:
@@ -173,7 +173,7 @@ def different_code(results: Sequence[SchemeResult]) -> list[str]:
 def _mixed(
     what: str, results: Sequence[SchemeResult], of: Callable[[SchemeResult], str | None]
 ) -> list[str]:
-    """List the schemes by a property in which runs of one seed, which are compared, differ."""
+    """Return a sentence with the schemes by property `of` if it differs within one seed."""
     by_seed: dict[int, dict[str, set[str]]] = {}
     for result in results:
         if (value := of(result)) is not None:

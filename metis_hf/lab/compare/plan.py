@@ -24,13 +24,13 @@ from metis_hf.lab.evaluate.tasks import plan_tasks
 from metis_hf.lab.show.figure import scheme_styles
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 
-ALL = "all"  # instead of a scheme's name: every registered one
+ALL = "all"  # stands for every registered scheme
 _OPTIONAL = ("checkpoint", "one_cycle", "decay_embeddings", "scaled_residuals")  # of Experiment
-# Arguments of TrainingArguments that choose a schedule, instead of a size's own one.
+# TrainingArguments that choose a schedule and so replace the size's `one_cycle`.
 _SCHEDULE = {"lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"}
-# Beginnings of TrainingArguments' names that say where curves go, and decide no result.
+# Prefixes of TrainingArguments that control reporting and do not affect results.
 _REPORTING = ("report_to", "project", "trackio_")
-DEFAULT_REFERENCE = "metis"  # what others are compared with, beside the control, if it takes part
+DEFAULT_REFERENCE = "metis"  # used if it is among the variants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,16 @@ class ComparisonPlan:
     Attributes:
         variants: in the order of the table.
         seeds: every variant runs with each.
-        experiment: what all runs share; its seed is replaced by each of `seeds`.
-        size: name of the size that the experiment comes from; "checkpoint" for one.
+        experiment: the settings of all runs; its seed is replaced by each of `seeds`.
+        size: name of the size that the experiment comes from; "checkpoint" if it starts from one.
         global_batch: sequences per optimizer step.
-        eval_sequences: held-out sequences that the loss is taken on, at most.
+        eval_sequences: largest number of held-out sequences for the loss.
         data: directory of chunked tokens or of text files, or None for the standard library's
             sources.
         validation: directory of chunked held-out tokens; None takes `data`'s own.
-        tasks: of lm-eval, evaluated on every trained model.
+        tasks: lm-eval's tasks, evaluated on every trained model.
         tasks_dir: local data for them, or None for lm-eval's own sources.
-        reference: variant that the others are compared with, beside the control; None for none.
+        reference: variant that the others are compared with, in addition to the control, or None.
     """
 
     variants: tuple[Variant, ...]
@@ -65,7 +65,7 @@ class ComparisonPlan:
     reference: str | None = None
 
     def runs(self) -> list[tuple[Variant, int]]:
-        """Return (variant, seed) of every run, seed by seed so that a part is a comparison."""
+        """Return (variant, seed) of every run, by seed, so that the first runs can be compared."""
         return [(variant, seed) for seed in self.seeds for variant in self.variants]
 
     def of_seed(self, seed: int) -> Experiment:
@@ -73,9 +73,9 @@ class ComparisonPlan:
         return replace(self.experiment, seed=seed)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that decide a result, besides variant and seed.
+        """Return the settings that decide a result, apart from variant and seed.
 
-        Fields of the experiment that records did not always have are there only if they are set.
+        Fields of the experiment that older records do not have are included only if they are set.
         """
         settings = asdict(self)
         for name in ("variants", "seeds", "reference"):
@@ -92,12 +92,12 @@ class ComparisonPlan:
 
     @property
     def embedded(self) -> str | None:
-        """The corpus where no data are given, as `Size.corpus`; None where a run needs data."""
+        """`Size.corpus`, which is used if no data is given; None if a run needs data."""
         return SIZES[self.size].corpus if self.size in SIZES else None
 
     @property
     def text(self) -> Path | None:
-        """The folder of text files that `data` names; None where it has tokens, or is None."""
+        """`data` if it is a folder of text files, else None."""
         folder = None if self.data is None else Path(self.data)
         return folder if folder is not None and is_text_folder(folder) else None
 
@@ -110,22 +110,22 @@ class ComparisonPlan:
 def make_plan(
     file: Path | None = None, *, needs_data: bool = True, **options: Any
 ) -> ComparisonPlan:
-    """Return the plan of a YAML file and options, which win over the file; None means not given.
+    """Return the plan of a YAML file and options; options override the file, None means not given.
 
     Args:
         file: a mapping with any of the keys below.
-        needs_data: refuse a size that has no text of its own where no `data` is given; False for
-            a plan that is only shown.
-        **options: fields of `Options`. `preset`, `schemes` (registered names, or "all" for each of
-            them) and `variants` (name -> fields of MetisConfig, and `precision_schedule` with the
-            arguments of PrecisionSchedule) say what is compared, in this order, "main" if nothing
-            does; `size`, or a `checkpoint` whose weights every run starts from, says how, and
-            `model`, `training` and the others change it.
+        needs_data: raise if the size needs `data` and none is given; False for a plan that is only
+            shown.
+        **options: fields of `Options`. `preset`, `schemes` (registered names, or "all") and
+            `variants` (name -> fields of MetisConfig, and `precision_schedule` with the arguments
+            of PrecisionSchedule) add variants in this order; without any, the preset is "main".
+            `size`, or a `checkpoint` whose weights every run starts from, chooses the settings,
+            and `model`, `training` and the others override them.
 
     Raises:
         ValueError: an unknown key, preset, scheme, size, field or task; a value out of range, or
             one that the comparison sets itself; repeated names or seeds; malformed data of a task.
-        FileNotFoundError: no data of a task in `tasks_dir`.
+        FileNotFoundError: `tasks_dir` has no data for a task.
     """
     values = given_values(file, **options)
     defaults = dict(PRESET_DEFAULTS.get(str(values.get("preset")), {}))
@@ -189,7 +189,7 @@ def _model_of(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments from which AutoConfig makes a checkpoint's config.
 
     Raises:
-        ValueError: no checkpoint of transformers, or one whose weights are quantized.
+        ValueError: not a transformers checkpoint, or one with quantized weights.
     """
     if not (checkpoint / "config.json").is_file():
         raise ValueError(
@@ -212,7 +212,7 @@ def directory_name(variant: str) -> str:
     """Return a variant's name as a directory: "metis w/o sampling" -> "metis-wo-sampling".
 
     Raises:
-        ValueError: nothing is left of the name, or only what stands for another directory.
+        ValueError: nothing, or nothing but dots, is left of the name.
     """
     kept = "".join(c if c.isalnum() or c in ".-_" else " " for c in variant.replace("/", ""))
     name = "-".join(kept.split())
@@ -261,7 +261,7 @@ def _check(plan: ComparisonPlan) -> None:
                 f"variant {CONTROL!r} has scheme {variant.config['scheme']!r}, and the variant of "
                 "that name is the control, which others are compared with; choose another name"
             )
-    scheme_styles(names)  # of the figures, which come last
+    scheme_styles(names)  # fail now, not when the figures are drawn
     repeated = sorted({seed for seed in plan.seeds if plan.seeds.count(seed) > 1})
     if repeated:
         raise ValueError(f"seed {', '.join(map(str, repeated))} is given more than once")
@@ -286,12 +286,12 @@ def _check(plan: ComparisonPlan) -> None:
     _check_reporters(training_arguments(plan.experiment, Path("unused")).report_to)
     if plan.tasks_dir is not None and not plan.tasks:
         raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
-    if plan.tasks:  # now, and not when a model is trained
+    if plan.tasks:  # fail now, not when a model is trained
         plan_tasks(plan.tasks, None if plan.tasks_dir is None else Path(plan.tasks_dir))
 
 
 def _check_reporters(names: Any) -> None:
-    """Refuse reporters that transformers does not know, or whose package is not installed."""
+    """Reject reporters that transformers does not know, or whose package is not installed."""
     try:
         for reporter in get_reporting_integration_callbacks(names):
             reporter()
@@ -300,7 +300,7 @@ def _check_reporters(names: Any) -> None:
 
 
 def _check_model(plan: ComparisonPlan) -> None:
-    """Refuse a model that predicts no next token, or that the sequences or the text do not fit."""
+    """Reject a model that is not causal, or that does not fit the sequences or the text."""
     experiment = plan.experiment
     config = AutoConfig.for_model(**experiment.model)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -330,9 +330,9 @@ def _check_model(plan: ComparisonPlan) -> None:
 
 
 def with_accumulation(experiment: Experiment, global_batch: int, processes: int) -> Experiment:
-    """Return the experiment with the gradient accumulation that makes up the global batch.
+    """Return the experiment with the gradient accumulation that reaches the global batch.
 
-    A process takes at most its share of the batch at a time, whatever the plan allows.
+    The batch size per device is at most the process's share of the global batch.
 
     Raises:
         ValueError: the processes cannot divide the batch.
@@ -355,7 +355,7 @@ def with_accumulation(experiment: Experiment, global_batch: int, processes: int)
 
 
 def _check_tokenizer(checkpoint: Path, data: Path) -> None:
-    """Refuse tokens of another vocabulary than the checkpoint's, where both have a tokenizer."""
+    """Reject tokens of another vocabulary than the checkpoint's, if both have a tokenizer."""
     if not (data / TOKENIZER).is_dir() or not (checkpoint / "tokenizer_config.json").is_file():
         return
     own, other = (AutoTokenizer.from_pretrained(d) for d in (checkpoint, data / TOKENIZER))
@@ -367,7 +367,7 @@ def _check_tokenizer(checkpoint: Path, data: Path) -> None:
 
 
 def _check_directories(names: Sequence[str]) -> None:
-    """Refuse variants that would share a directory, whether or not the file system tells cases."""
+    """Reject variants that would share a directory on a case-insensitive file system."""
     by_directory: dict[str, str] = {}
     for name in names:
         directory = directory_name(name)

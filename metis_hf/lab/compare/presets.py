@@ -1,7 +1,7 @@
 """Named sets of variants: the paper's tables and figures, a public grid, questions of our own.
 
-A preset is a function, called when it is asked for: importing this module imports neither torch nor
-transformers, and a scheme that is registered later takes part.
+A preset is a function that is called on use, so importing this module imports neither torch nor
+transformers, and presets include schemes that are registered later.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from metis_hf.lab.compare.variants import Variant
 
 
 def schemes(*names: str) -> tuple[Variant, ...]:
-    """Return the variants that are registered schemes as they are."""
+    """Return one variant per registered scheme, unchanged."""
     return tuple(Variant.of_scheme(name) for name in names)
 
 
 def _ablations(scheme: str) -> tuple[Variant, ...]:
-    """Return the paper's Table 2: the method without each of its parts, beside the control.
+    """Return the paper's Table 2: the control, the method, and the method without each part.
 
-    A part that the method leaves out by itself is added instead.
+    A part that the method leaves out by default is added instead.
     """
     from metis_hf.config import DECOMPOSABLE
     from metis_hf.schemes.metis import SPLIT
@@ -39,12 +39,12 @@ def _ablations(scheme: str) -> tuple[Variant, ...]:
     )
 
 
-# Of the paper's rank sweep (Appendix, sensitivity analysis of rank).
+# The paper's rank sweep (Appendix, sensitivity analysis of rank).
 _SHARES = (0.015, 0.03, 0.0625, 0.125)
 
 
 def _ranks(scheme: str, shares: Sequence[float] = _SHARES) -> tuple[Variant, ...]:
-    """Return a scheme at shares of the full rank, beside the control."""
+    """Return the control, and a scheme at several shares of the full rank."""
     return (
         *schemes("bf16"),
         *(
@@ -58,7 +58,7 @@ def _ranks(scheme: str, shares: Sequence[float] = _SHARES) -> tuple[Variant, ...
 
 
 def _with_split_weights() -> tuple[Variant, ...]:
-    """Return the schemes with weights stored as u, s, vh and residual, and that control."""
+    """Return all schemes with weights stored as u, s, vh and residual, and the two controls."""
     from metis_hf.schemes import scheme_names
 
     quantized = (name for name in scheme_names() if not name.startswith("bf16"))
@@ -67,14 +67,14 @@ def _with_split_weights() -> tuple[Variant, ...]:
 
 
 def _stored_split(name: str) -> Variant | None:
-    """Return the scheme itself where it stores weights split by its own definition.
+    """Return a scheme's variant with split weights: the scheme itself if it splits by default.
 
-    None where it refuses to, as schemes of deployed layers do.
+    None if the scheme rejects split weights, as the schemes for deployment do.
     """
     from metis_hf.config import MetisConfig
     from metis_hf.schemes import build_scheme
 
-    side = 64  # of any layer: schemes do not choose by size
+    side = 64  # any size: a scheme's weight form does not depend on it
     if build_scheme(MetisConfig(scheme=name), side, side).weight.is_split:
         return Variant.of_scheme(name)
     try:
@@ -85,7 +85,7 @@ def _stored_split(name: str) -> Variant | None:
 
 
 def _switched() -> tuple[Variant, ...]:
-    """Return two schemes throughout, and with the last fifth in BF16, as in arXiv 2509.25149."""
+    """Return two schemes, with and without a last fifth in BF16 as in arXiv 2509.25149."""
     passes = {"forward": ["forward"], "both": ["forward", "backward"]}
     return (
         *schemes("bf16"),
@@ -108,10 +108,10 @@ def _switched() -> tuple[Variant, ...]:
 
 
 def _ladder() -> tuple[Variant, ...]:
-    """Return the schemes of the runs from scratch at 51M parameters, in the order of their worth.
+    """Return the variants of the from-scratch runs at 51M parameters, most informative first.
 
-    Ranks 1.5 % and 18 % are of width 640; the interval is of the paper's conference version. The
-    authors' released code has its control: the same trained branch, and nothing quantized.
+    Ranks 1.5 % and 18 % are for width 640; the interval is from the paper's conference version. The
+    authors' released code has its own control: the same trained branch without quantization.
     """
     unquantized = {"scheme": "metis-released", "high_precision": ["forward", "backward"]}
     return (
@@ -124,8 +124,8 @@ def _ladder() -> tuple[Variant, ...]:
     )
 
 
-# The paper's tables and its rank figure, the split weight by itself, the switch, the public grid of
-# Quartet II; the control first.
+# The paper's tables and rank figure, split weights alone, the precision switch, and the public grid
+# of Quartet II; the control comes first.
 PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
     "main": partial(schemes, "bf16", "bf16-split", "nvfp4", "nvidia", "metis-paper", "metis"),
     "demo": partial(schemes, "bf16", "nvfp4", "nvidia", "metis-paper", "metis"),
@@ -148,10 +148,10 @@ PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
     "30m": _ladder,
     "130m": partial(schemes, "bf16", "metis", "nvidia"),
 }
-# Keys of `Options` that a preset sets where nothing else is asked for.
+# Defaults of `Options` under a preset.
 PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
     "demo": {"size": "demo", "seeds": (0,)},
-    "quartet2-30m": {"size": "quartet2-30m", "seeds": (0,)},  # one seed is what is published
+    "quartet2-30m": {"size": "quartet2-30m", "seeds": (0,)},  # one seed is published
     "30m": {"size": "scale-30m"},
     "130m": {"size": "scale-130m"},
 }

@@ -1,8 +1,8 @@
-"""Published losses of Quartet II's public grid, beside a comparison at the same settings.
+"""Published losses of Quartet II's public grid, next to a comparison at the same settings.
 
-The numbers are in `quartet2_grid.json`, with their source. A comparison of the same model on as
-many tokens is shown loss by loss; one of another size with its gaps alone, beside the published
-ones of the same tokens per parameter.
+`quartet2_grid.json` has the numbers and their source. For the same model and number of tokens, the
+published losses are shown; for another model, only the published gaps at the same number of tokens
+per parameter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from metis_hf.lab.compare.statistics import Summary
 from metis_hf.lab.cost import meta_model
 from metis_hf.lab.show.table import markdown_table, terminal_table
 
-SIZE, MODEL = "quartet2-30m", "30m"  # of ours, and what the grid calls it
-# Which published run a scheme stands beside. Ours of Quartet II has 4/6 in its forward pass.
+SIZE, MODEL = "quartet2-30m", "30m"  # our size, and the grid's name for it
+# Scheme -> the grid's name of the run. Our Quartet II has 4/6 in its forward pass.
 NAMES = {
     "bf16": "bf16",
     "nvidia": "nvidia",
@@ -35,8 +35,8 @@ NAMES = {
     "tetrajet2": "tetrajetv2",
     "quartet2": "quartet2 4/6",
 }
-_NEAR = 1.1  # tokens per parameter that count as the same, as a ratio
-# Of TrainingArguments: what decides no loss.
+_NEAR = 1.1  # largest ratio between numbers of tokens per parameter that count as the same
+# TrainingArguments that do not affect the loss.
 _FREE = {"max_steps", "logging_steps", "save_steps", "save_total_limit", "dataloader_num_workers"}
 
 
@@ -44,7 +44,7 @@ _FREE = {"max_steps", "logging_steps", "save_steps", "save_total_limit", "datalo
 def grid() -> dict[str, Any]:
     """Return `quartet2_grid.json`: source, units, schemes, and tokens and losses of each model.
 
-    Also what differs between those runs and any of ours, and ours of some schemes.
+    Also the known differences from our runs, in general and by scheme.
     """
     name = "quartet2_grid.json"
     text = (files("metis_hf.lab.compare") / name).read_text(encoding="utf-8")
@@ -53,17 +53,17 @@ def grid() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Beside:
-    """The published runs that a comparison stands beside.
+    """The published runs to show next to a comparison.
 
     Attributes:
         exact: model and tokens are the same as in the grid; else only gaps can be compared.
-        parameters: of ours, in blocks and norms.
-        tokens: of ours.
-        published_tokens: of the published runs; None where none has about as many tokens a
+        parameters: parameters of our model, in blocks and norms.
+        tokens: tokens of our runs.
+        published_tokens: tokens of the published runs; None if none has about as many tokens per
             parameter.
         losses: published name -> loss, nats per token; empty without published runs.
         names: variant -> published name.
-        differences: between ours and theirs, a sentence each.
+        differences: known differences between our runs and the published ones, a sentence each.
     """
 
     exact: bool
@@ -87,7 +87,7 @@ class Beside:
 
 
 def match(plan: ComparisonPlan) -> Beside | None:
-    """Return the published runs beside a plan; None for a plan of another size."""
+    """Return the published runs for a plan; None unless the plan's size is SIZE."""
     if plan.size != SIZE:
         return None
     size, model = SIZES[SIZE], grid()["models"][MODEL]
@@ -127,7 +127,7 @@ def body_parameters(config: PreTrainedConfig) -> int:
 
 
 def describe(beside: Beside) -> str:
-    """Describe the published runs beside a comparison, in a sentence or two."""
+    """Describe the published runs in a sentence or two."""
     source = f"published: {grid()['source']}"
     model = grid()["models"][MODEL]
     each = beside.tokens / beside.parameters
@@ -155,7 +155,7 @@ def header(beside: Beside) -> list[str]:
 
 
 def rows(beside: Beside, summaries: Sequence[Summary]) -> list[list[str]]:
-    """Return a row of cells for each variant, then for each published scheme without one."""
+    """Return the cells of each variant, then of each published scheme without a variant."""
     cells = []
     for summary in summaries:
         name = beside.names.get(summary.name)
@@ -174,7 +174,7 @@ def rows(beside: Beside, summaries: Sequence[Summary]) -> list[list[str]]:
 
 
 def markdown(beside: Beside, summaries: Sequence[Summary]) -> str:
-    """Return published and own numbers: a sentence, the table, and every known difference."""
+    """Return our and the published numbers: a sentence, the table, and every known difference."""
     text = f"{describe(beside)}\n\n"
     if beside.losses:
         text += markdown_table(header(beside), rows(beside, summaries)) + "\n"
@@ -182,7 +182,7 @@ def markdown(beside: Beside, summaries: Sequence[Summary]) -> str:
 
 
 def show(beside: Beside, summaries: Sequence[Summary], console: Console) -> None:
-    """Print the content of `markdown`, for a terminal."""
+    """Print the content of `markdown` to a terminal."""
     console.print(describe(beside))
     if beside.losses:
         cells = rows(beside, summaries)
@@ -192,7 +192,7 @@ def show(beside: Beside, summaries: Sequence[Summary], console: Console) -> None
 
 
 def _nearest(value: float, values: Sequence[float]) -> int | None:
-    """Return the place of the value that is nearest as a ratio; None if none is near."""
+    """Return the index of the value nearest as a ratio; None if none is within _NEAR."""
     apart = [abs(math.log(value / other)) for other in values]
     place = apart.index(min(apart))
     return place if apart[place] <= math.log(_NEAR) else None

@@ -1,4 +1,4 @@
-"""The result of a run: what it holds, and its record in the run's directory."""
+"""The result of a run, and its record in the run's directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from metis_hf.lab.store import Store
 if TYPE_CHECKING:
     from metis_hf.lab.evaluate import EvalResult
 
-RECORD = "result"  # its name in the store that is a run's directory
+RECORD = "result"  # name of the record in the run directory's store
 RESULT_FILE = f"{RECORD}.json"
 
 
@@ -25,20 +25,19 @@ class SchemeResult:
         config: its MetisConfig as a dict.
         summary: the conversion report, as text.
         loss: held-out loss, nats per token.
-        tasks: task -> {"metric", "value", "stderr", "share"}, the last whether it counts right
-            answers; results of earlier versions have none that do not.
+        tasks: task -> {"metric", "value", "stderr", "share"}; "share" is whether the metric is a
+            share of right answers, and is missing (True) in results of earlier versions.
         seconds_per_step: median over normal (not measured) steps.
-        history: Trainer's log entries, one a logged step.
-        evaluation: lm-eval's results as they came.
-        seed: of the run.
-        peak_memory: bytes, the most in use beyond what was in use before the model was built.
-        parameters: of the model as transformers builds it, before the conversion.
-        precision_schedule: of the variant.
-        loss_dense: held-out loss of the same model with its quantizers off; None where it was
-            not measured.
+        history: Trainer's log entries, one per logged step.
+        evaluation: lm-eval's results, from `EvalResult.to_dict`.
+        seed: the seed of the run.
+        peak_memory: peak bytes above the use before the model was built.
+        parameters: parameters of the model before the conversion.
+        precision_schedule: the variant's schedule.
+        loss_dense: held-out loss of the same model with its quantizers off; None if not measured.
         machine: "device" and "precision" of the run; None in results of earlier versions.
-        code: what trained it: "sha256" of numerics, torch and transformers, several joined by "+",
-            and "commit"; None in results of earlier versions.
+        code: the code of the run: "sha256" of numerics, torch and transformers, several joined by
+            "+", and "commit"; None in results of earlier versions.
     """
 
     scheme: str
@@ -77,12 +76,12 @@ def load_result(run: Path) -> SchemeResult | None:
 
 
 def save_result(run: Path, result: SchemeResult, key: str = "") -> None:
-    """Write the result of a run, which makes it a finished one."""
+    """Write the result of a run, which marks the run as finished."""
     Store(run).put(RECORD, key, asdict(result))
 
 
 def compact(result: SchemeResult) -> dict[str, Any]:
-    """Return a run without what fills pages: curves rounded, health and raw results left out."""
+    """Return a run's short record: a rounded curve, no health and no raw evaluation results."""
     left_out = {"summary", "evaluation", "history"}
     left_out |= {name for name in ("machine", "code") if not getattr(result, name)}
     curve = {

@@ -2,8 +2,8 @@
 
 The sizes of 130M, 1.1B and 8B are the paper's (arXiv 2509.00404); recipes/README.md says where each
 of their settings comes from. "tiny" and "demo" train on two CPU cores in minutes. "quartet2-30m"
-is the smallest model of a public grid of FP4 trainings (`compare.published`), set up as its code
-does. "scale-30m" and "scale-130m" are runs of a minute or a few on one GPU.
+is the smallest model of a public grid of FP4 trainings (`compare.published`), with that grid's
+settings. "scale-30m" and "scale-130m" train in minutes on one GPU.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how it is trained.
+    """A model and its training settings.
 
     Attributes:
-        model_type: of its transformers config.
+        model_type: the `model_type` of its transformers config.
         config: keyword arguments of that config.
-        training: keyword arguments of TrainingArguments; the batch size is for one process.
+        training: keyword arguments of TrainingArguments; the batch size is per process.
         sequence_length: tokens per sequence.
         global_batch: sequences per optimizer step, over all processes and accumulation.
-        tokens: of one run in a comparison; a recipe trains on the paper's 100B.
-        eval_sequences: held-out sequences that the loss is taken on.
+        tokens: training tokens of one run in a comparison; a recipe trains on the paper's 100B.
+        eval_sequences: held-out sequences for the loss.
         health_interval: optimizer steps between measurements of spectral health.
         beyond: fields of `variants.Experiment` that no transformers class has: `one_cycle`,
             `decay_embeddings`, `scaled_residuals`.
-        corpus: how much of the embedded text is chunked where no data are given: "all", "run" (the
-            tokens of one run); None refuses a run without data.
+        corpus: how much of the standard library's text is chunked if no data is given: "all" or
+            "run" (the tokens of one run); None requires data.
     """
 
     model_type: str
@@ -85,7 +85,7 @@ _PAPER = {
     "save_total_limit": 2,
     "dataloader_num_workers": 2,
 }
-# Of the sizes "scale-": a tenth of the steps up to the learning rate, down to a tenth of it.
+# Sizes "scale-": warm-up over a tenth of the steps, then cosine decay to a tenth of the rate.
 _SCALE = {
     **_LARGE,
     "lr_scheduler_type": "cosine_with_min_lr",
@@ -93,9 +93,9 @@ _SCALE = {
     "warmup_steps": 0.1,
     "save_steps": 500,
 }
-# Of a tokenizer that is trained on tens of megabytes.
+# For a tokenizer that is trained on tens of megabytes.
 _SCALE_VOCABULARY = {"vocab_size": 16_384, "bos_token_id": 0, "eos_token_id": 0}
-# Of the smallest model of Quartet II's public grid.
+# The smallest model of Quartet II's public grid.
 _LLAMA_30M = {
     "hidden_size": 640,
     "intermediate_size": 1792,
@@ -106,7 +106,7 @@ _LLAMA_30M = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-# Of a comparison that starts from a checkpoint: the model is the checkpoint's.
+# For a comparison that starts from a checkpoint, which brings its model.
 CHECKPOINT = "checkpoint"
 CONTINUED = Size(
     model_type="",
@@ -128,7 +128,7 @@ def _small_llama(width: int, layers: int, heads: int, vocab: int = 1024) -> dict
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "max_position_embeddings": 1024,
-        "initializer_range": width**-0.5,  # 0.02 is for widths of a thousand
+        "initializer_range": width**-0.5,  # 0.02 suits widths near 1000
         "tie_word_embeddings": True,
         "bos_token_id": 0,
         "eos_token_id": 0,
@@ -137,7 +137,7 @@ def _small_llama(width: int, layers: int, heads: int, vocab: int = 1024) -> dict
 
 
 SIZES = {
-    # 0.3M parameters, 10 tokens each; the learning rate is the control's best of those tried,
+    # 0.3M parameters, 10 tokens per parameter; the learning rate is the best one for the control in
     # eval/results/tiny-learning-rate.json.
     "tiny": Size(
         model_type="llama",
@@ -150,7 +150,7 @@ SIZES = {
         health_interval=0,
         corpus="all",
     ),
-    # 0.7M parameters: five schemes are trained in minutes.
+    # 0.7M parameters: five schemes train in minutes.
     "demo": Size(
         model_type="llama",
         config=_small_llama(128, 3, 4),
@@ -177,7 +177,7 @@ SIZES = {
         training=_training(1e-4, 32, **_PAPER),
         sequence_length=1024,
         global_batch=512,
-        tokens=2_600_000_000,  # 20 for each parameter
+        tokens=2_600_000_000,  # 20 per parameter
         eval_sequences=1024,
         health_interval=500,
     ),
@@ -213,12 +213,12 @@ SIZES = {
         eval_sequences=1024,
         health_interval=500,
     ),
-    # The smallest model of Quartet II's public grid; the technical report says what differs.
+    # The smallest model of Quartet II's public grid; the technical report lists the differences.
     "quartet2-30m": Size(
         model_type="llama",
         config={"vocab_size": 32000, **_LLAMA_30M},
-        # Four batches of a device make a step. Tensor scales, the rotation of tokens and wgrad's
-        # sum are over one of them, so that another size would be another quantizer.
+        # A step has four micro-batches. Tensor scales, the rotation of tokens and wgrad's sum span
+        # one micro-batch, so another size would change the quantizer.
         training=_training(1.2e-3, 128, **_LARGE, save_steps=500),
         sequence_length=512,
         global_batch=512,
@@ -232,7 +232,7 @@ SIZES = {
             "scaled_residuals": True,
         },
     ),
-    # The same shape, 51M parameters with its embeddings, and 32,768 tokens a step.
+    # The same shape: 51M parameters, embeddings included, and 32,768 tokens per step.
     "scale-30m": Size(
         model_type="llama",
         config={**_LLAMA_30M, **_SCALE_VOCABULARY},
@@ -255,7 +255,7 @@ SIZES = {
         health_interval=0,
     ),
 }
-# Options over the size "demo" that show the mechanics alone.
+# Overrides of the size "demo" for a run that only shows the mechanics.
 QUICK_DEMO: dict[str, Any] = {
     "model": _small_llama(64, 2, 2, vocab=512),
     "training": {"max_steps": 12, "per_device_train_batch_size": 4, "save_steps": 4},

@@ -2,8 +2,8 @@
 
 Runs of one seed share initialization and data order with the control's run of that seed, so their
 difference has less noise than either loss; the interval is Student's t interval of those
-differences. Nothing here drops a run: a diverged seed (NaN or infinite loss) makes the variant's
-mean NaN and is named.
+differences. No run is dropped: a diverged seed (NaN or infinite loss) makes the variant's mean NaN
+and is named.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Interval:
     """A mean and its confidence interval.
 
     Attributes:
-        mean: of the values.
-        half_width: of the interval around it; NaN for a single value.
+        mean: mean of the values.
+        half_width: half the width of the interval around `mean`; NaN for a single value.
         count: number of values.
     """
 
@@ -37,7 +37,7 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Return whether zero lies outside; False where the interval is not known."""
+        """Return whether zero lies outside the interval; False if the interval is unknown."""
         return abs(self.mean) > self.half_width
 
 
@@ -54,11 +54,11 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def _t_quantile(freedom: int) -> float:
-    """Return the value between whose negative and itself CONFIDENCE of Student's t lies.
+    """Return t such that Student's distribution has probability CONFIDENCE between -t and t.
 
-    Abramowitz and Stegun 26.7.3 and 26.7.4, inverted by bisection: scipy may not be there.
+    Inverts Abramowitz and Stegun 26.7.3 and 26.7.4 by bisection, since scipy may not be installed.
     """
-    low, high = 0.0, math.pi / 2  # angles, whose tangent is t / sqrt(freedom)
+    low, high = 0.0, math.pi / 2  # angles with tangent t / sqrt(freedom)
     while low < (angle := (low + high) / 2) < high:
         term, total = (math.cos(angle), 0.0) if freedom % 2 else (1.0, 0.0)
         for i in range(freedom % 2 + 1, freedom, 2):
@@ -71,9 +71,9 @@ def _t_quantile(freedom: int) -> float:
 
 
 def gaps_percent(losses: Mapping[K, float], base: Mapping[K, float]) -> dict[K, float]:
-    """Return the gaps of losses above others, in percent of these, for each key that both have.
+    """Return the gap of `losses` above `base`, in percent of `base`, for each key of both.
 
-    NaN where one of the two is not finite.
+    A gap is NaN if either loss is not finite.
     """
     finite = math.isfinite
     return {
@@ -88,24 +88,24 @@ class Summary:
     """One variant over its seeds.
 
     Attributes:
-        name: of the variant.
+        name: name of the variant.
         losses: seed -> held-out loss, nats per token.
-        mean: of the losses; NaN if a seed diverged.
-        deviation: sample standard deviation of the losses; NaN for a single one.
+        mean: mean of the losses; NaN if a seed diverged.
+        deviation: sample standard deviation of the losses; NaN for a single seed.
         gap: paired difference to the control, percent of the control's loss; None for the control
             itself or without one.
-        above_reference: the same to the plan's reference; None for the reference itself, for the
-            control, or without a reference.
-        gap_dense: `gap` of the same models with their quantizers off: what training in few
-            bits left in the weights. None also where it was not measured.
+        above_reference: the same difference to the plan's reference; None for the reference itself,
+            for the control, or without a reference.
+        gap_dense: `gap` of the same models with their quantizers off: the lasting effect of
+            low-bit training on the weights. Also None if not measured.
         diverged: seeds whose loss is not finite.
         tasks: task -> mean of its metric over the seeds.
-        average: mean over the tasks that count right answers; NaN without any.
+        average: mean over the tasks scored by a share of right answers; NaN without any.
         seconds_per_step: median over the seeds.
         peak_memory: bytes; the largest of the seeds.
-        extra: multiply-adds beyond the three GEMMs, % of theirs, where hardware multiplies FP4 (see
-            `cost.overhead`); NaN where they were not counted.
-        not_shares: tasks whose metric counts no right answers: shown as it is.
+        extra: multiply-adds beyond the three GEMMs on FP4 hardware, in % of theirs (see
+            `cost.overhead`); NaN if not counted.
+        not_shares: tasks whose metric is no share of right answers and is shown unscaled.
     """
 
     name: str
@@ -132,8 +132,8 @@ def summarize(
     """Return a summary of each variant, in the order of first appearance.
 
     Args:
-        results: of all runs.
-        reference: variant that the others are compared with, beside the control.
+        results: the results of all runs.
+        reference: variant that the others are compared with, in addition to the control.
         extra: variant -> `Summary.extra`.
     """
     by_name: dict[str, list[SchemeResult]] = {}
@@ -154,7 +154,7 @@ def summarize(
 
 
 def _paired(losses: dict[int, float], base: dict[int, float]) -> Interval | None:
-    """Return by how many percent of `base` `losses` lie above, on the seeds of both, or None."""
+    """Return the paired gap of `losses` above `base` in %; None without a common seed."""
     gaps = gaps_percent(losses, base)
     return t_interval(list(gaps.values())) if gaps else None
 

@@ -1,7 +1,7 @@
 """Times of the variants' training steps, measured side by side in one process.
 
-The runs of a comparison share the machine with others, at other times: their own times differ for
-reasons that have nothing to do with the variants.
+The runs of a comparison share the machine at different times, so their own step times also differ
+for reasons that have nothing to do with the variants.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ UNRECORDED = (
     "Steps were timed as Python starts them; the runs themselves played recorded CUDA graphs, "
     "where schemes cost less."
 )
-WARM_UP, ROUNDS = 3, 9  # steps of each variant
+WARM_UP, ROUNDS = 3, 9  # steps per variant
 
 
 def measure_times(plan: ComparisonPlan, data: Path, path: Path) -> dict[str, float]:
-    """Return seconds of an optimizer step of each variant, which a file gets too.
+    """Measure the seconds of an optimizer step of each variant, and write them to a file.
 
-    Medians over rounds in which every variant takes one step on the same batch: forward and
-    backward passes of the micro-batches, clipping, the optimizer. All models are in memory at once.
-    Python starts every step: where the runs play recorded CUDA graphs, the file says so.
+    The times are medians over rounds in which every variant takes one step on the same batch:
+    forward and backward passes of the micro-batches, clipping, optimizer. All models are in memory
+    at once. Python launches every step; the file notes if the runs themselves replay CUDA graphs.
 
     Args:
-        plan: what is compared; its first seed is taken.
-        data: as `load_data` takes it.
-        path: of the file, for `load_times`.
+        plan: the comparison; its first seed is used.
+        data: see `load_data`.
+        path: the file to write, for `load_times`.
     """
     batches = batches_of_a_step(plan, data)
     steps = {variant.name: step_of(plan, variant, batches) for variant in plan.variants}
@@ -69,11 +69,11 @@ def measure_times(plan: ComparisonPlan, data: Path, path: Path) -> dict[str, flo
 def load_times(
     plan: ComparisonPlan, path: Path, names: Collection[str]
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the times that `measure_times` wrote, and a sentence that belongs under their table.
+    """Return the times that `measure_times` wrote, and notes to print below their table.
 
-    Only times that were measured side by side are comparable: there are none ({}) unless the file
-    has all these variants. Times of other code, or of another variant of the same name, do not
-    count.
+    Only times that were measured side by side are comparable, so the times are {} unless the file
+    has all the variants `names`. Times of other code, or of another variant with the same name, do
+    not count.
     """
     if not path.exists():
         return {}, []
@@ -85,7 +85,7 @@ def load_times(
 
 
 def _identity(plan: ComparisonPlan, variant: Variant) -> str:
-    """Return a digest of everything that a variant's step depends on: fields, schemes, code."""
+    """Return a digest of everything that decides a variant's step: fields, schemes, code."""
     config = variant.metis_config(plan.seeds[0])
     sources = source_digests(config.schemes, config.format)
     return task_key(variant.fields(), sources)
@@ -105,7 +105,7 @@ def _arguments(plan: ComparisonPlan) -> transformers.TrainingArguments:
 
 
 def step_of(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
-    """Return one optimizer step of a variant, as a call."""
+    """Return a function that runs one optimizer step of a variant."""
     args = _arguments(plan)
     model: Any = initial_model(plan.of_seed(plan.seeds[0]), args.device)
     get_metis_model(model, variant.metis_config(plan.seeds[0]))

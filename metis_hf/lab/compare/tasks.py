@@ -21,7 +21,7 @@ from metis_hf.schemes import source_digests
 from metis_hf.shared.inputs import digest_of_path
 from metis_hf.shared.records import read_json, write_json
 
-SPEC_FILE = "run.json"  # of a task's directory: what its process trains
+SPEC_FILE = "run.json"  # in a task's directory: the instructions for its process
 _NUMERICS = "this installation (numerics of metis_hf, torch, transformers)"
 Note = Callable[[str], None]
 
@@ -31,9 +31,9 @@ class Task:
     """One run of a plan.
 
     Attributes:
-        variant: what is trained.
-        seed: with which seed.
-        directory: its own, `runs/<variant>/seed-<seed>` of the comparison's.
+        variant: the variant to train.
+        seed: the seed of the run.
+        directory: `runs/<variant>/seed-<seed>` in the comparison's directory.
     """
 
     variant: Variant
@@ -42,12 +42,12 @@ class Task:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name to print."""
         return f"{self.variant.name}, seed {self.seed}"
 
     @property
     def sources(self) -> dict[str, str]:
-        """Digests of its schemes and its format, where they come from outside this package."""
+        """Digests of the schemes and the format that come from outside this package."""
         config = self.variant.metis_config(self.seed)
         return source_digests(config.schemes, config.format)
 
@@ -62,7 +62,7 @@ class Task:
         return read_json(path) if path.is_file() else {}
 
     def check(self, config: dict[str, Any], schedule: dict[str, Any] | None) -> None:
-        """Refuse a run that another variant of the same name has trained."""
+        """Raise ValueError if the run was trained by another variant with the same name."""
         own = self.variant.metis_config(self.seed).to_dict(), self.variant.precision_schedule
         if (config, schedule) != own:
             raise ValueError(
@@ -86,7 +86,7 @@ def results_of(tasks: Sequence[Task]) -> list[SchemeResult]:
 
 
 def imports_of(out: Path) -> list[str]:
-    """Return the sources of schemes that a comparison was last started with; none is imported."""
+    """Return the scheme sources that a comparison was last started with, without importing them."""
     specs = list(out.glob(f"runs/*/*/{SPEC_FILE}"))
     latest = max(specs, key=lambda path: path.stat().st_mtime_ns, default=None)
     found = None if latest is None else read_json(latest)
@@ -95,7 +95,7 @@ def imports_of(out: Path) -> list[str]:
 
 
 def jobs_of(tasks: Sequence[Task]) -> int | None:
-    """Return the largest number of tasks that were at work side by side; None if not known."""
+    """Return the largest number of tasks that ran side by side; None if unknown."""
     jobs = [task.spec().get("jobs") for task in tasks]
     return max((each for each in jobs if each is not None), default=None)
 
@@ -104,14 +104,14 @@ def jobs_of(tasks: Sequence[Task]) -> int | None:
 def held(
     plan: ComparisonPlan, store: Store, tasks: Sequence[Task], *, array: bool, note: Note
 ) -> Iterator[list[Task]]:
-    """Claim the store of a comparison, hold the tasks that have no result, and yield these.
+    """Claim the store of a comparison, lock the tasks without a result, and yield these tasks.
 
-    With `array`, several processes work on the plan, so that all must have the same numerics.
-    `note` is told of damaged results, and of code that has changed.
+    With `array`, several processes work on the plan, and all must have the same numerics. `note` is
+    called for each damaged result.
 
     Raises:
-        ValueError: the directory belongs to another comparison, another process is at work on one
-            of the tasks, a run is of another variant, or of a scheme whose file has changed.
+        ValueError: the directory belongs to another comparison, another process works on one of the
+            tasks, or a run is of another variant or of a scheme whose file has changed.
     """
     _check_conversions(plan, [t for t in tasks if not (t.directory / RESULT_FILE).is_file()])
     folder = plan.tasks_dir if plan.tasks else None
@@ -126,12 +126,12 @@ def held(
         for task in tasks:
             if not _finished(task, plan, note):
                 locks.enter_context(Store(task.directory).hold())
-        # Another process may have ended one of them meanwhile.
+        # Another process may have finished one of the tasks in the meantime.
         yield [task for task in tasks if not _finished(task, plan, note)]
 
 
 def _check_conversions(plan: ComparisonPlan, tasks: Sequence[Task]) -> None:
-    """Convert the model once for each variant, without weights, rather than fail in each run."""
+    """Convert the model once per variant, without weights, so that errors appear before any run."""
     config = AutoConfig.for_model(**plan.experiment.model)
     for task in {task.variant.name: task for task in tasks}.values():
         try:
@@ -141,7 +141,7 @@ def _check_conversions(plan: ComparisonPlan, tasks: Sequence[Task]) -> None:
 
 
 def _finished(task: Task, plan: ComparisonPlan, note: Note) -> bool:
-    """Return whether a task has its result; a damaged one is named, and goes."""
+    """Return whether a task has its result; a damaged result is noted and deleted."""
     path = task.directory / RESULT_FILE
     try:
         if path.exists():
@@ -152,7 +152,7 @@ def _finished(task: Task, plan: ComparisonPlan, note: Note) -> bool:
     result = load_result(task.directory)
     if result is not None:
         task.check(result.config, result.precision_schedule)
-        drop_checkpoints(task.directory)  # its process may have ended before it did so
+        drop_checkpoints(task.directory)  # its process may have ended before that
     elif task.begun:
         begun = Variant(**task.spec()["variant"]) if task.spec() else task.variant
         task.check(begun.metis_config(task.seed).to_dict(), begun.precision_schedule)
@@ -176,10 +176,10 @@ def write_spec(
     jobs: int,
     note: Note,
 ) -> None:
-    """Write the instructions for the process of a task."""
+    """Write `run.json`, the instructions for the process of a task."""
     begun = task.spec() if task.begun else {}
     code, before = numerics_digest(), begun.get("code", [])
-    before = [before] if isinstance(before, str) else before  # as 0.2.0 wrote it
+    before = [before] if isinstance(before, str) else before  # written by 0.2.0
     codes = list(dict.fromkeys([*before, code]))
     if before and before[-1] != code:
         note(f"{task.name} began with other code or torch, and goes on with this one")
@@ -196,7 +196,7 @@ def write_spec(
         "sources": task.sources,
         "key": task_key(plan.settings(), asdict(task.variant), task.seed, task.sources),
         "code": codes,
-        "jobs": max(jobs, begun.get("jobs", jobs)),  # beside which its step times were measured
+        "jobs": max(jobs, begun.get("jobs", jobs)),  # most runs side by side so far
     }
     task.directory.mkdir(parents=True, exist_ok=True)
     write_json(task.directory / SPEC_FILE, spec)

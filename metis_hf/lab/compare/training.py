@@ -1,7 +1,7 @@
-"""Training one model under several schemes, so that only the scheme differs.
+"""Train one model under several schemes, so that only the scheme differs.
 
-Same initialization, batches, order and schedule for each; MetisTrainer with MetisCallback. A run
-that was interrupted goes on from its last whole checkpoint. Recipes take their model from here.
+Initialization, batches, order and schedule are the same for each. The trainer is MetisTrainer with
+MetisCallback. An interrupted run resumes from its last complete checkpoint.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained run: the trainer, and what its record takes.
+    """A trained run: the trainer, and values for the record.
 
     Attributes:
-        trainer: after training, with the model in it.
+        trainer: the trainer after training, with the model.
         directory: where model and tokenizer were saved.
         summary: the conversion report, as text.
         history: Trainer's log entries with a loss.
         seconds_per_step: median over normal steps.
         peak_memory: bytes, see `SchemeResult`.
-        parameters: before the conversion.
+        parameters: number of parameters before the conversion.
     """
 
     trainer: MetisTrainer
@@ -61,13 +61,13 @@ class Trained:
 
 
 def drop_checkpoints(run: Path) -> None:
-    """Remove the checkpoints of a run that has its result."""
+    """Remove the checkpoints of a finished run."""
     for checkpoint in run.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint, ignore_errors=True)  # other processes of the run do so too
+        shutil.rmtree(checkpoint, ignore_errors=True)  # other processes of the run remove it too
 
 
 def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
-    """Return a causal model from scratch with fp32 weights, of the seed and the kind of device."""
+    """Return a causal model with random fp32 weights that depend on the seed and device type."""
     transformers.set_seed(seed)
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -88,10 +88,10 @@ def initial_model(experiment: Experiment, device: torch.device) -> PreTrainedMod
 
 
 def training_arguments(experiment: Experiment, run: Path) -> transformers.TrainingArguments:
-    """Return the arguments that every run shares, with the experiment's own over them.
+    """Return the arguments that every run shares, overridden by the experiment's own.
 
     Raises:
-        ValueError: transformers does not take the experiment's training arguments.
+        ValueError: transformers rejects the experiment's training arguments.
     """
     device = device_of(None)
     shared = {
@@ -124,17 +124,17 @@ def train(
     on_step: OnStep,
     callbacks: Sequence[transformers.TrainerCallback] = (),
 ) -> Trained:
-    """Train one variant, from its last whole checkpoint if it has one.
+    """Train one variant, from its last complete checkpoint if it has one.
 
     Args:
-        experiment: what all variants share.
-        variant: what is trained.
+        experiment: the settings that all variants share.
+        variant: the variant to train.
         dataset: chunked sequences, rows of `input_ids` in torch format.
-        tokenizer: saved beside the model.
+        tokenizer: saved with the model.
         run: directory of the run.
         on_step: called with (step, training loss) after each log entry.
-        callbacks: more of them; one may end the training early, and the trainer's state says at
-            which step.
+        callbacks: additional callbacks; one may end the training early, at the step that the
+            trainer's state has.
     """
     args = training_arguments(experiment, run)
     dataset = whole_batches(dataset, args)
@@ -162,7 +162,7 @@ def train(
     directory = run / "model"
     trainer.save_model(str(directory))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # A step that was measured takes longer; it carries the figures in its entry.
+    # Steps with health measurements, which their log entries contain, take longer.
     normal = [e["step_seconds"] for e in history if "metis/nonfinite_tensors" not in e]
     # A callback may have ended the run before its first log entry.
     times = normal or [e["step_seconds"] for e in history] or [math.nan]
@@ -180,11 +180,11 @@ def train(
 def held_out_result(
     trained: Trained, variant: Variant, seed: int, held_out: Any, code: dict[str, str | None]
 ) -> SchemeResult:
-    """Take the losses of a trained run on held-out sequences, and return its result."""
+    """Evaluate a trained run on held-out sequences, and return its result."""
     trainer = trained.trainer
     loss = trainer.evaluate(held_out)["eval_loss"]
     assert trainer.model is not None
-    with high_precision(trainer.model):  # under a name of its own in the log
+    with high_precision(trainer.model):  # logged as eval_dense_loss
         dense = trainer.evaluate(held_out, metric_key_prefix="eval_dense")["eval_dense_loss"]
     return SchemeResult(
         scheme=variant.name,
@@ -210,12 +210,12 @@ def held_out_result(
 def whole_batches(
     dataset: datasets.Dataset | torch.utils.data.Dataset, args: transformers.TrainingArguments
 ) -> datasets.Dataset | torch.utils.data.Dataset:
-    """Return the sequences of an epoch without the last ones that make no whole batch.
+    """Return the dataset without the last sequences if they do not fill a batch.
 
-    Where training ends within the first epoch, nothing is taken off.
+    If training ends within the first epoch, the dataset is returned unchanged.
 
     Raises:
-        ValueError: not one batch.
+        ValueError: the dataset does not fill one batch.
     """
     each = args.per_device_train_batch_size * args.world_size
     batch, count = each * args.gradient_accumulation_steps, len(dataset)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Experiments and variants: what the runs of one share, and what differs between them.
+"""Experiments and variants: the settings that runs share, and the settings that differ.
 
-Importing this module imports neither torch nor transformers: command lines list presets from it.
+Importing this module imports neither torch nor transformers, so that listing presets is fast.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ if TYPE_CHECKING:
 
     from metis_hf.config import MetisConfig
 
-LARGEST_SEED = 2**32 - 1  # that numpy takes
+LARGEST_SEED = 2**32 - 1  # numpy's limit
 _SCHEDULE = "precision_schedule"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Settings that all variants of a comparison share; another value is another experiment.
+    """Settings that all variants of a comparison share.
 
     Args:
         model: keyword arguments of a transformers config, with its `model_type`.
-        training: keyword arguments of TrainingArguments, `max_steps` among them; what every run
-            shares (output directory, seed, device, logging) is set here.
+        training: keyword arguments of TrainingArguments, including `max_steps`; they override what
+            `training_arguments` sets for every run.
         sequence_length: tokens per sequence.
         health_interval: steps between measurements of spectral health; 0 never measures.
-        seed: of initialization, data order and noise.
+        seed: seed of initialization, data order and noise.
         checkpoint: directory whose weights every run starts from; None initializes by the seed.
-        one_cycle: arguments of torch's OneCycleLR beside `max_lr` (the learning rate) and
-            `total_steps`, for a schedule that transformers does not have; None takes the one that
-            TrainingArguments names.
-        decay_embeddings: whether weight decay is for embeddings and output head too, as Trainer
-            has it.
-        scaled_residuals: whether projections that write into the residual stream start 1/sqrt(2 l)
-            times smaller in a model of l layers (GPT-2 does so by itself).
+        one_cycle: arguments of torch's OneCycleLR except `max_lr` (the learning rate) and
+            `total_steps`; None takes the schedule of TrainingArguments.
+        decay_embeddings: whether embeddings and output head have weight decay too, as in Trainer.
+        scaled_residuals: whether the initial weights of projections that write into the residual
+            stream are divided by sqrt(2 l) in a model of l layers, as GPT-2 does by default.
     """
 
     model: dict[str, Any]
@@ -60,8 +58,8 @@ class Variant:
     """Settings that differ between the runs of a comparison.
 
     Args:
-        name: of its directory and table row.
-        config: fields of MetisConfig, `scheme` among them.
+        name: names its directory and table row.
+        config: fields of MetisConfig, including `scheme`.
         precision_schedule: arguments of PrecisionSchedule; None keeps one precision throughout.
     """
 
@@ -71,12 +69,12 @@ class Variant:
 
     @classmethod
     def of_scheme(cls, scheme: str) -> Variant:
-        """Return the variant that is a scheme as it is registered."""
+        """Return the variant of a registered scheme, unchanged."""
         return cls(scheme, {"scheme": scheme})
 
     @classmethod
     def of_fields(cls, name: str, fields: Mapping[str, Any]) -> Variant:
-        """Return the variant of one mapping: fields of MetisConfig, maybe `precision_schedule`."""
+        """Return a variant from fields of MetisConfig and an optional `precision_schedule`."""
         config = dict(fields)
         schedule = config.pop(_SCHEDULE, None)
         return cls(name, config, None if schedule is None else dict(schedule))
@@ -105,7 +103,7 @@ class Variant:
             ) from None
 
     def metis_config(self, seed: int) -> MetisConfig:
-        """Return the conversion; noise takes the run's seed."""
+        """Return the MetisConfig of a run, with the run's seed for noise."""
         from metis_hf.config import MetisConfig
 
         return MetisConfig.from_dict({**self.config, "seed": seed})

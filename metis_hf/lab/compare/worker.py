@@ -1,9 +1,9 @@
-"""One task of a comparison in a process of its own.
+"""Train one task of a comparison in its own process.
 
-`python -m metis_hf.lab.compare.worker RUN_DIR`. RUN_DIR holds `run.json`, what to train.
-Progress goes to standard output as JSON lines; the result to `result.json`. Several processes
-(accelerate launch) train one run together. With `--with-parent` the process ends as soon as the one
-that started it.
+`python -m metis_hf.lab.compare.worker RUN_DIR`, where RUN_DIR holds `run.json`, the instructions.
+Progress goes to standard output as JSON lines, the result to `result.json`. Several processes
+(accelerate launch) can train one run together. With `--with-parent` the process ends as soon as its
+parent does.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from metis_hf.training import uncalled
 
 
 def say(**values: Any) -> None:
-    """Print a line of progress for the process that started this one; from the first rank only."""
+    """Print a JSON line for the parent process, from the first rank only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(values), flush=True)
 
 
 class Forwarded(logging.Handler):
-    """Hands log messages to the process that started this one."""
+    """A logging handler that forwards messages to the parent process."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(note=record.getMessage())
@@ -50,7 +50,7 @@ class Forwarded(logging.Handler):
 def run(directory: Path) -> None:
     """Train and evaluate the task that `directory/run.json` describes."""
     spec = read_json(directory / SPEC_FILE)
-    code = {"sha256": "+".join(spec["code"]), "commit": commit()}  # before: files may change
+    code = {"sha256": "+".join(spec["code"]), "commit": commit()}  # now: files may change later
     for source in spec["imports"]:
         import_schemes(source)
     asked, variant = Experiment(**spec["experiment"]), Variant(**spec["variant"])
@@ -78,10 +78,10 @@ def run(directory: Path) -> None:
 
 
 def _scores(trained: Trained, spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Load the saved model as anyone would and evaluate it through lm-eval.
+    """Load the saved model with `from_pretrained` and evaluate it with lm-eval, task by task.
 
-    Task by task: lm-eval puts the requests of all tasks of a call into the same batches, and a
-    quantized model's likelihoods depend on what else is in their batch.
+    In one call, lm-eval would put requests of all tasks into the same batches, and a quantized
+    model's likelihoods depend on the rest of the batch.
     """
     from metis_hf.lab.evaluate import EvalResult, evaluate_model
     from metis_hf.lab.evaluate.tasks import plan_tasks
@@ -107,7 +107,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.with_parent:
         end_with_parent()
-    for handler in (Forwarded(), logging.StreamHandler()):  # for people now, and in the log
+    for handler in (Forwarded(), logging.StreamHandler()):  # terminal and log file
         for logger in (checkpoints.logger, uncalled.logger):
             logger.addHandler(handler)
     with quiet():

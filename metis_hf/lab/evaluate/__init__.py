@@ -1,7 +1,8 @@
-"""Evaluation through lm-eval: of a model in memory, of checkpoints, from the command line.
+"""Evaluation with lm-eval: of a model in memory, of checkpoints, and from lm-eval's command line.
 
-`evaluate_model` serves a training run, `metis-hf eval` (module `command`) trained checkpoints,
-`harness` lm-eval's own command line. Importing this package imports neither lm_eval nor datasets.
+`evaluate_model` evaluates a model in memory, `metis-hf eval` (module `command`) evaluates
+checkpoints, and `harness` is the model for lm-eval's own command line. Importing this package
+imports neither lm_eval nor datasets.
 """
 
 from metis_hf.lab.evaluate.held_out import held_out_loss

@@ -1,4 +1,4 @@
-"""`metis-hf eval`: checkpoints and dense models through lm-eval, side by side."""
+"""`metis-hf eval`: evaluate checkpoints and dense models side by side with lm-eval."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from metis_hf.shared.records import device_name
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-PAPER_TOKENS = 2048  # more than a request of the paper's tasks has
+PAPER_TOKENS = 2048  # upper bound of request lengths in the paper's tasks
 # A CPU gains nothing from more, and the logits of 8 sequences of 1024 GPT-2 tokens take 1.6 GB.
 CPU_BATCH_SIZE = 8
 MAX_BATCH_SIZE = 256
@@ -50,13 +50,13 @@ class Options:
     tasks_dir: Path | None = None  # folder of local tasks; None lets lm-eval fetch their data
     loss_text: Path | None = None  # held-out text, plain or JSON lines
     precision: str = "scheme"  # "scheme", "dense" or "both"
-    batch_size: int | None = None  # None takes the largest power of two that fits
+    batch_size: int | None = None  # None: 8 on a CPU, else the largest power of two that fits
     limits: Mapping[str, int] = field(default_factory=dict)  # as `parse_limits` gives them
-    device: str | None = None  # None takes the accelerator that there is
+    device: str | None = None  # None takes the accelerator, if any
     dtype: str = "auto"  # of the weights; "auto" as saved
     tokenizer: Path | None = None  # for all checkpoints, in place of their own
-    overwrite: bool = False  # evaluate again what has a finished result
-    conversions: tuple[MetisConfig, ...] = ()  # what every dense model is converted to
+    overwrite: bool = False  # evaluate finished tasks again
+    conversions: tuple[MetisConfig, ...] = ()  # every dense model is converted with each
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
@@ -95,15 +95,15 @@ def run_eval(
     published: str | None = None,
     console: Console,
 ) -> Comparison:
-    """Evaluate, print the table and write it.
+    """Evaluate, then print and write the table.
 
     Args:
-        paths: checkpoints, runs, or names of models of the hub.
-        options: how they are evaluated.
+        paths: checkpoints, runs, or hub names.
+        options: options of the evaluation.
         out: directory for result files and tables.
         formats_wanted: some of `FORMATS`; result files are always written.
-        metrics: as `parse_metrics` takes them.
-        control: as `choose_models` takes it.
+        metrics: see `parse_metrics`.
+        control: see `choose_models`.
         published: the paper's model whose rows are added.
         console: where the table is printed.
 
@@ -123,10 +123,10 @@ def run_eval(
     checkpoints, control = choose_models(
         paths, options.conversions, precision=options.precision, control=control
     )
-    if published is not None:  # refused before the work, not after it
+    if published is not None:  # fail before the work
         methods = [(one.scheme, published_method(one.quantization)) for one in checkpoints]
         shared_methods(methods, published)
-    # Everything that can be refused is refused before anything is written.
+    # All checks run before anything is written.
     device = device_of(options.device)
     if not options.tasks and options.loss_text is None:
         raise ValueError("nothing to evaluate: name --tasks, or a --text")
@@ -165,7 +165,7 @@ def _jobs(
         checkpoint.check(options.precision)
         tokenizer = checkpoint.tokenizer(options.tokenizer)
         name = f"{checkpoint.label} ({tokenizer.name_or_path})"
-        prefix_token(tokenizer, checkpoint.config(), name, "--tokenizer")  # lm-eval puts it there
+        prefix_token(tokenizer, checkpoint.config(), name, "--tokenizer")  # lm-eval prepends it
         if text is not None:
             text.check(tokenizer, options.limit_of(LOSS_TASK))
         precisions = checkpoint.precisions(options.precision)
@@ -187,7 +187,7 @@ def _evaluate(
     store: Store,
     console: Console,
 ) -> list[list[dict[str, Any]]]:
-    """Return the results of each job task by task, evaluating those that are not finished."""
+    """Return the results of each job by task, evaluating the tasks that are not finished."""
     batch_size = _batch_size(jobs, options, device, store, console)
     chosen = {"dtype": options.dtype, "device": device.type, "batch_size": batch_size}
     rows = []
@@ -218,7 +218,7 @@ def _evaluate(
 def _batch_size(
     jobs: Sequence[Job], options: Options, device: torch.device, store: Store, console: Console
 ) -> int:
-    """Return the batch size asked for, or one that fits the largest of the models."""
+    """Return the requested batch size, or one that fits the largest model."""
     if options.batch_size is not None:
         return options.batch_size
     if device.type == "cpu":
@@ -227,7 +227,7 @@ def _batch_size(
         jobs, key=lambda job: sum(f.stat().st_size for f in job.checkpoint.weight_files())
     )
     tokens = longest_sequence(largest.checkpoint.config(), options)
-    # Another choice would change the numbers, and what is finished would not be found.
+    # Keep the choice: another size changes the numbers, and finished results would not be found.
     key = digest(largest.weights, largest.precision, options.dtype, device_name(device), tokens)
     name = f"batch_size-{key}"
     known = None if options.overwrite else store.get(name, key)
@@ -243,7 +243,7 @@ def _batch_size(
 
 
 def largest_batch_size(model: PreTrainedModel, tokens: int) -> int:
-    """Return the largest power of two, at most 256, of sequences that a model evaluates at once."""
+    """Return the largest power of two, at most 256, of sequences that fit into memory."""
     size = MAX_BATCH_SIZE
     while size > 1:
         try:
@@ -259,13 +259,13 @@ def largest_batch_size(model: PreTrainedModel, tokens: int) -> int:
 
 
 def longest_sequence(config: PreTrainedConfig, options: Options) -> int:
-    """Return the most tokens of a sequence that a batch size must allow for.
+    """Return the length in tokens of the longest sequence that the batch size must allow for.
 
-    The windows of a held-out text are as long as the model's context, and requests of a task that
-    is not known may be; requests of the paper's tasks are shorter than `PAPER_TOKENS`.
+    Windows of a held-out text are as long as the model's context; requests of unknown tasks may be.
+    Requests of the paper's tasks are shorter than `PAPER_TOKENS`.
     """
     config = config.get_text_config()
-    names = ("n_positions", "max_position_embeddings", "n_ctx")  # as HFLM looks for it
+    names = ("n_positions", "max_position_embeddings", "n_ctx")  # in HFLM's order
     context = next((getattr(config, name) for name in names if hasattr(config, name)), 2048)
     known = options.loss_text is None and set(options.tasks) <= set(PAPER_TASKS)
     return min(context, PAPER_TOKENS) if known else context

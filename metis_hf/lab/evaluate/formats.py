@@ -19,7 +19,7 @@ FIRST = "Model, method"
 
 
 def print_terminal(comparison: Comparison, console: Console) -> None:
-    """Print table and notes; off a terminal the table takes the width that it needs."""
+    """Print table and notes; outside a terminal the table is as wide as it needs."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(FIRST, max_width=34, overflow="fold")
     for column in comparison.columns:
@@ -45,7 +45,7 @@ def print_terminal(comparison: Comparison, console: Console) -> None:
 
 
 def markdown(comparison: Comparison) -> str:
-    """Return one table a block; GitHub's dialect."""
+    """Return one table per block in GitHub's markdown."""
     head = [FIRST, *comparison.columns]
     parts = []
     for block in comparison.blocks:
@@ -89,7 +89,7 @@ def latex(comparison: Comparison) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Return one line a row, numbers unrounded, with columns for metric and standard error."""
+    """Return one CSV line per row, with value (six digits), standard error and metric."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     head = ["kind", "name", "checkpoint", "scheme", "precision"]
@@ -112,7 +112,7 @@ def as_csv(comparison: Comparison) -> str:
 def _cells(comparison: Comparison, block: Block, row: Row) -> Iterator[tuple[str, str, bool]]:
     """Yield (value, standard error, whether it is the best measured one) of each column.
 
-    NaN and infinity carry a mark; a missing number and an unknown error are empty.
+    NaN and infinity are marked; a missing number and an unknown error are empty.
     """
     for column in comparison.columns:
         score = row.scores.get(column)

@@ -1,8 +1,8 @@
-"""The model that lm-eval knows as `metis`: HFLM that loads Metis checkpoints and counts troubles.
+"""lm-eval's model `metis`: HFLM that loads Metis checkpoints and counts NaN and truncation.
 
-`lm_eval --model metis --model_args pretrained=DIR,precision=dense` where lm-eval has plug-ins;
-`python -m metis_hf.lab.evaluate --model metis ...` where it does not (0.4.13). Importing this
-module imports lm_eval; nothing imports it before it is needed.
+`lm_eval --model metis --model_args pretrained=DIR,precision=dense` if lm-eval loads plug-ins;
+`python -m metis_hf.lab.evaluate --model metis ...` if it does not (0.4.13). Importing this module
+imports lm_eval, so other modules import it only when they need it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MetisLM(HFLM):
 
     Args:
         pretrained: a checkpoint or run directory, the name of a model on a hub, or a model.
-        precision: "scheme" evaluates in the scheme that the model was trained in, "dense" in the
+        precision: "scheme" evaluates in the scheme that the model was trained in, "dense" with the
             dense weights that it represents.
         tokenizer: as for HFLM; by default the checkpoint's.
         softmax_dtype: as for HFLM, for log-probabilities.
@@ -41,8 +41,8 @@ class MetisLM(HFLM):
             schemes, or a list of some, as `import_schemes` takes them.
 
     Attributes:
-        truncated: requests longer than the context, cut from the left.
-        truncated_tokens: tokens cut off them.
+        truncated: requests longer than the context, truncated on the left.
+        truncated_tokens: tokens that these requests lost.
         nonfinite: per task, requests whose log-likelihood is NaN.
     """
 
@@ -79,7 +79,7 @@ class MetisLM(HFLM):
 
     def _create_model(self, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
-            # HFLM hands over the quantization_config that it read from the checkpoint itself.
+            # HFLM passes on the quantization_config that it read from the checkpoint.
             warnings.filterwarnings("ignore", message="You passed `quantization_config`")
             super()._create_model(*args, **kwargs)
         if self.precision == "dense" and any(metis_layers(self._model)):
@@ -103,8 +103,8 @@ class MetisLM(HFLM):
 
     def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> list[int]:
         ids = super().tok_encode(string, *args, **kwargs)
-        # HFLM puts the prefix token before each text of a rolling likelihood, also where the text
-        # has it already: the second one would be scored.
+        # HFLM prepends the prefix token to each text of a rolling likelihood, even if the text
+        # already begins with it: the second one would be scored.
         return ids[1:] if self._rolling and ids[:1] == [self.prefix_token_id] else ids
 
     def _count_nan(self, requests, values: list[float]) -> None:
@@ -117,7 +117,7 @@ class MetisLM(HFLM):
             cut = len(context) + len(continuation) - (self.max_length + 1)
             self.truncated += cut > 0
             self.truncated_tokens += max(cut, 0)
-        # A rolling likelihood comes here batch by batch; HFLM would make a bar for each.
+        # A rolling likelihood arrives batch by batch; HFLM would show a bar for each batch.
         rolling = override_bs is not None
         hide = disable_tqdm or rolling
         found = super()._loglikelihood_tokens(requests, disable_tqdm=hide, override_bs=override_bs)

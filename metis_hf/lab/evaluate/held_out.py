@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LOSS_TASK = "held_out_loss"
-# Losses of single tokens scatter by about 3 nats: the mean of fewer is off by more than 0.3.
+# Losses of tokens have a standard deviation of about 3 nats, the mean of 100 has 0.3.
 MIN_LOSS_TOKENS = 100
 
 
@@ -46,14 +46,14 @@ class HeldOutText:
             "test_split": "test",
             "output_type": "loglikelihood_rolling",
             "doc_to_text": "",
-            "doc_to_target": "text",  # the column: of a template, lm-eval reads "[...]" as a list
+            "doc_to_target": "text",  # a column: in a template lm-eval reads "[...]" as a list
             "metric_list": [{"metric": "bits_per_byte"}],
             "metadata": {"version": 1.0},
         }
         return PlannedTask(LOSS_TASK, spec, self.sha256)
 
     def check(self, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> int:
-        """Return the number of tokens that will be scored; refuse too few to say anything."""
+        """Return the number of tokens that will be scored; ValueError if there are too few."""
         count = sum(count_tokens(tokenizer, text) for text in self.documents[:limit])
         if count < MIN_LOSS_TOKENS:
             raise ValueError(
@@ -68,8 +68,8 @@ def read_text(path: Path) -> HeldOutText:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is empty, a line of JSON has no text, or there are JSON lines in a file that
-            is a text by its name.
+        ValueError: the file is empty, a line of JSON has no text, or the file holds JSON lines but
+            its name says plain text.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -101,11 +101,11 @@ def held_out_loss(
 ) -> float:
     """Return the cross entropy in nats per token of a rolling log-likelihood task.
 
-    lm-eval reports bits per byte; the total over all bytes divided by the number of tokens that
-    were scored is the loss that training reports, each document being preceded by one prefix token.
+    lm-eval reports bits per byte. The total over all bytes, divided by the number of tokens that
+    were scored, is the loss that training reports; one prefix token precedes each document.
 
     Args:
-        result: of the task.
+        result: The result of the task.
         task: A `loglikelihood_rolling` task whose target is the document itself.
         tokenizer: The tokenizer of the evaluation.
         documents: The task's documents in order.

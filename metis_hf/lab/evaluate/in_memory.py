@@ -1,8 +1,8 @@
-"""Evaluation of a model in memory through lm-eval, in the middle of training or after it.
+"""Evaluate a model in memory with lm-eval, during or after training.
 
-`evaluate_model` is the one door to lm-eval: it leaves the random state, the training modes and the
-model's config as they were, loads only the task folders it needs, and keeps quiet. lm-eval's own
-caches stay off: neither of them knows which model or which data an entry belongs to.
+All evaluations go through `evaluate_model`. It restores the random state, the training modes and
+the model's config, loads only the task folders it needs, and prints nothing. lm-eval's own caches
+stay off, because their keys contain neither the model nor the data.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def evaluate_model(
     progress: bool = False,
     log_samples: bool = False,
 ) -> EvalResult:
-    """Run lm-eval on a model in memory, without a trace on the model or the random state.
+    """Run lm-eval on a model in memory, without side effects on the model or the random state.
 
-    Log-probabilities are taken in float32. Under an outer `torch.autocast` the forward passes run
-    under the same autocast. Sequences are padded on the right without a mask, which is exact for
-    causal attention, but a quantizer whose scale spans the batch sees the padding, so results of
+    Log-probabilities are computed in float32. Forward passes run under the caller's
+    `torch.autocast`, if any. Sequences are padded on the right without a mask, which is exact for
+    causal attention. A quantizer whose scale spans the batch sees the padding, however: results of
     quantized models can depend on `batch_size`, and on the other tasks of the call, whose requests
-    lm-eval sorts into the same batches; keep both fixed within a comparison.
+    lm-eval puts into the same batches. Keep both fixed within a comparison.
 
     In a distributed run every rank that calls this evaluates everything and gets the result.
 
@@ -60,7 +60,7 @@ def evaluate_model(
         max_length: Context in tokens; `None` takes the model config's.
         bootstrap_iters: Resamples for the standard error of perplexities; 0 gives no errors at all.
         progress: Show lm-eval's progress bars.
-        log_samples: Keep what the model answered to each document.
+        log_samples: Keep the model's answers to each document.
 
     Raises:
         ImportError: If lm_eval is not installed.
@@ -71,13 +71,13 @@ def evaluate_model(
 
     if not tasks:
         raise ValueError("tasks is empty; name at least one")
-    if tokenizer.pad_token is None:  # HFLM sets one, or adds one
+    if tokenizer.pad_token is None:  # HFLM will set or add one
         tokenizer = copy.deepcopy(tokenizer)
     device_type = model.device.type
     autocast = torch.is_autocast_enabled(device_type)
     with (
-        # Every rank computes everything, yet lm-eval keeps the result on local rank 0 alone, and it
-        # forks a process per core for the bootstrap unless told otherwise.
+        # Every rank computes everything, but lm-eval keeps the result on local rank 0 only, and it
+        # forks a process per core for the bootstrap by default.
         mock.patch.dict(os.environ, DISABLE_MULTIPROC="1", LOCAL_RANK="0"),
         isolation.quiet_harness(progress),
         isolation.preserve_random_state(device_type),
@@ -90,7 +90,7 @@ def evaluate_model(
             backend="causal",
             batch_size=batch_size,
             max_length=max_length,
-            # HFLM switches an outer autocast off unless it is told the type.
+            # HFLM turns off an outer autocast unless it gets the dtype.
             mixed_precision_dtype=torch.get_autocast_dtype(device_type) if autocast else None,
         )
         raw = lm_eval.simple_evaluate(
@@ -109,9 +109,9 @@ def evaluate_model(
 
 
 def _mark_nan(harness: dict[str, Any], nonfinite: Mapping[str, int]) -> None:
-    """Make every metric NaN of tasks with NaN likelihoods, and of their groups, in place."""
+    """Set every metric of tasks with NaN likelihoods, and of their groups, to NaN, in place."""
     bad, groups = set(nonfinite), harness.get("group_subtasks", {})
-    # A group may lie in another, which is listed before it.
+    # Groups may be nested, and the outer one is listed first.
     while around := {name for name in groups.keys() - bad if bad & set(groups[name])}:
         bad |= around
     for section in ("results", "groups"):

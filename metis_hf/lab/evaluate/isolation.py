@@ -1,4 +1,4 @@
-"""Context managers that keep lm-eval from leaving a trace: random state, modes, logs, variables."""
+"""Context managers that confine lm-eval's side effects: random state, modes, logs, output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def preserve_random_state(device_type: str) -> Iterator[None]:
-    """Keep lm-eval's seeding of python, numpy and torch from a training run."""
+    """Restore the random state of Python, numpy and torch, which lm-eval seeds."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     count = 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
     kind = "cuda" if device_type == "cpu" else device_type
@@ -35,7 +35,7 @@ def preserve_random_state(device_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_model(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluate without a key-value cache; afterwards every module has its own mode again."""
+    """Turn off the KV cache for the block, and restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         with mock.patch.object(model.config, "use_cache", False, create=True):
@@ -49,7 +49,7 @@ def preserve_model(model: PreTrainedModel) -> Iterator[None]:
 def quiet_harness(progress: bool) -> Iterator[None]:
     """Let lm-eval log errors only, print nothing, and show progress bars only if asked for.
 
-    Of the bars those are kept that say what they count; they go when they are full.
+    Only bars with a description are shown; they disappear when they are full.
     """
     from lm_eval import evaluator
     from torch.utils import collect_env
@@ -58,7 +58,7 @@ def quiet_harness(progress: bool) -> Iterator[None]:
     original = std.tqdm.__init__
 
     def quieter(self: std.tqdm, *args: Any, **kwargs: Any) -> None:
-        # HFLM passes disable=False itself, so its arguments cannot do this.
+        # HFLM itself passes disable=False, so its arguments cannot hide bars.
         hide = not progress or not kwargs.get("desc") or kwargs.get("disable", False)
         original(self, *args, **{**kwargs, "disable": hide, "leave": False})
 
@@ -69,9 +69,9 @@ def quiet_harness(progress: bool) -> Iterator[None]:
         with (
             quiet_datasets(),
             contextlib.redirect_stdout(io.StringIO()),
-            # Outside a repository git complains on the terminal, and the hash is not used here.
+            # Outside a repository git prints an error, and the hash is not used here.
             mock.patch.object(evaluator, "get_git_commit_hash", return_value=""),
-            # It lists all packages, which takes seconds for each evaluation.
+            # This lists all packages, which takes seconds for each evaluation.
             mock.patch.object(collect_env, "get_pretty_env_info", return_value=""),
             mock.patch.object(std.tqdm, "__init__", quieter),
         ):

@@ -1,9 +1,9 @@
-"""One task of one row: whether its result is there already, and how it comes to be.
+"""Evaluate one task of one row, or find its finished result.
 
-A task is evaluated by itself: lm-eval sorts the requests of all tasks that it is given into the
-same batches, and a quantized model's likelihoods depend on what else is in their batch. Each leaves
-lm-eval's own files, `results_<time>.json` (with the key `metis` beside lm-eval's) and
-`samples_<task>_<time>.jsonl`, and a record of the store that says under which settings.
+Each task is evaluated separately: in one call, lm-eval would put requests of all tasks into the
+same batches, and a quantized model's likelihoods depend on the rest of the batch. An evaluation
+writes lm-eval's own files, `results_<time>.json` (with the additional key `metis`) and
+`samples_<task>_<time>.jsonl`, and a record in the store with its settings.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RESULTS = "results"  # the folder of lm-eval's files in the output directory
-FINISHED = "finished"  # and of the store's records
-# What decides the numbers beside the numerics.
+FINISHED = "finished"  # the folder of the store's records
+# The code that decides the numbers, in addition to the numerics.
 _SOURCE = ("../checkpoint.py", "harness.py", "held_out.py", "in_memory.py", "tasks.py")
 
 
@@ -55,8 +55,8 @@ class Job:
         """Return one task of the row.
 
         Args:
-            task: with its data.
-            chosen: dtype of the weights, kind of device, batch_size (a tensor scale spans the
+            task: the task, with its data.
+            chosen: dtype of the weights, type of device, batch_size (a tensor scale spans the
                 batch) and limit (of the task's documents; None for all).
         """
         one = self.checkpoint
@@ -88,7 +88,7 @@ class Step:
 
     @property
     def record_name(self) -> str:
-        """The name of the store's record; records of other settings lie beside it."""
+        """The name of the store's record, which differs for other settings."""
         task = re.sub(r"[^\w.-]+", "-", self.task.name)
         return f"{FINISHED}/{task}-{self.key}"
 
@@ -104,7 +104,7 @@ class Step:
             raise DamagedRecord(
                 f"{error}; delete the file, or evaluate again with --overwrite"
             ) from None
-        # Labels depend on what is evaluated beside it.
+        # Labels depend on the other checkpoints that are evaluated.
         one = self.job.checkpoint
         found["metis"] |= {"label": one.label, "scheme": one.scheme}
         return found
@@ -155,7 +155,7 @@ class Step:
         end, folder = getattr(tracker, "date_id", ""), folder / str(config.model_name_sanitized)
         files = [folder / f"results_{end}.json"]
         files += [folder / f"samples_{task}_{end}.jsonl" for task in result.samples]
-        try:  # lm-eval logs errors of writing at a level that nobody sees
+        try:  # lm-eval only logs write errors, at a level that is not shown
             found = read_result(*files)
         except (OSError, ValueError) as error:
             raise OSError(
@@ -175,7 +175,7 @@ def read_result(results: Path, *samples: Path) -> dict[str, Any]:
         are 0 or 1 for each document.
 
     Raises:
-        ValueError: a file is cut short or holds something else.
+        ValueError: a file is truncated or holds something else.
     """
     record = read_json(results)
     if not isinstance(record, dict) or not {"results", "n-samples", "metis"} <= record.keys():
@@ -209,11 +209,11 @@ def own_schemes(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of a whole tokenizer, wherever it came from."""
+    """Return the SHA-256 of a tokenizer's contents, whatever its source."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         text = repr(sorted(tokenizer.get_vocab().items()))
-    else:  # each call of the tokenizer sets these two
+    else:  # calls of the tokenizer change these two
         parts = json.loads(backend.to_str())
         text = json.dumps({k: v for k, v in parts.items() if k not in ("truncation", "padding")})
     special = sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items())

@@ -1,4 +1,4 @@
-"""The models that a command evaluates: checkpoints, converted dense ones, the control."""
+"""The models that a command evaluates: checkpoints, converted dense models, the control."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def read_conversions(schemes: Sequence[str], file: Path | None) -> tuple[MetisCo
     """Return one config for each conversion that `--scheme` and `--config` ask for.
 
     Args:
-        schemes: names; the rest of the config holds for each. Empty: the config's own scheme.
+        schemes: names, each combined with the rest of the config. Empty: the config's own scheme.
         file: JSON of a MetisConfig, or the config.json of a checkpoint that has one.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is no JSON of a MetisConfig, or a scheme is named twice.
+        ValueError: the file is not JSON of a MetisConfig, or a scheme is named twice.
     """
     twice = sorted({name for name in schemes if list(schemes).count(name) > 1})
     if twice:
@@ -49,14 +49,14 @@ def choose_models(
     precision: str = "scheme",
     control: str | None = None,
 ) -> tuple[list[Checkpoint], str | None]:
-    """Open what is evaluated, with every dense checkpoint once for each of its conversions.
+    """Open the checkpoints to evaluate, dense ones once per conversion.
 
     Args:
-        names: checkpoints, runs, or models of the hub.
-        conversions: of dense checkpoints; others stay as they are.
+        names: checkpoints, runs, or hub names.
+        conversions: configs for dense checkpoints; other checkpoints are not converted.
         precision: "scheme": the conversions alone, "dense": the dense models alone, or "both".
-        control: the row that differences are taken to: its name, its checkpoint's label, or
-            another checkpoint. A dense one is a row as it is, whatever it is converted to.
+        control: the row that differences are relative to: its name, its checkpoint's label, or
+            another checkpoint. A dense control also gets a row without conversion.
 
     Returns:
         The checkpoints in the order of the table, and the control as a label or a row's name.

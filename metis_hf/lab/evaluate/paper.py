@@ -1,4 +1,4 @@
-"""The paper's published tables, as data, and which of their rows a trained scheme belongs to."""
+"""The paper's published tables as data, and the rows that match a trained scheme."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAPER_TASKS = (
 )
 TITLES = dict(zip(PAPER_TASKS, ("ARC-C", "ARC-E", "BoolQ", "LAMBADA", "PIQA", "RACE", "HellaSwag")))
 
-# What the paper calls a scheme; schemes that it does not have are absent.
+# Scheme -> the paper's name; schemes that the paper does not have are absent.
 METHODS = {
     "bf16": "BF16",
     "nvfp4": "FP4",
@@ -27,7 +27,7 @@ METHODS = {
     "metis-paper": "FP4-Metis",
     "nvidia": "FP4-Nvidia's Recipe",
 }
-# Fields that change what a scheme computes, and the values that leave it the published method.
+# Config fields that change a scheme's computation -> the values of the published method.
 # Ranks and samples are free: the paper's are shares, and small models need larger ones.
 _AS_PUBLISHED: dict[str, tuple[Any, ...]] = {
     "format": (None, "nvfp4"),
@@ -68,7 +68,7 @@ def published_method(quantization: dict[str, Any]) -> str | None:
     if kept and method != METHODS["nvidia"]:
         return None
     if method == "FP4-Metis":
-        parts = quantization.get("decompose")  # None: the method as it is
+        parts = quantization.get("decompose")  # None: the full method
         missing = [] if parts is None else [part for part in ABLATIONS if part not in parts]
         if len(missing) > 1:
             return None
@@ -77,10 +77,10 @@ def published_method(quantization: dict[str, Any]) -> str | None:
 
 
 def shared_methods(rows: Sequence[tuple[str, str | None]], model: str) -> list[str]:
-    """Return the methods of rows, (scheme, `published_method` or None), that the paper has too.
+    """Return the methods that the paper has too, for rows (scheme, `published_method` or None).
 
     Raises:
-        ValueError: the paper has no such model, or of that model none of the methods.
+        ValueError: the paper has no such model, or none of the methods for it.
     """
     published = published_rows(model)
     methods = [method for _, method in rows if method is not None and method in published]
@@ -93,7 +93,7 @@ def shared_methods(rows: Sequence[tuple[str, str | None]], model: str) -> list[s
 
 
 def published_rows(model: str) -> dict[str, dict[str, Any]]:
-    """Collect method -> row of a model over the three tables.
+    """Return method -> row of a model, from the three tables.
 
     The ablation's row "Metis" is left out: its scores are the scores of BF16 (see the notes).
 

@@ -1,4 +1,4 @@
-"""Results of an evaluation, and which of its metrics a table shows. No lm_eval in here."""
+"""Results of an evaluation, and the metrics that a table shows; does not import lm_eval."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a table shows where it is not plain accuracy.
+# The metrics that a table shows instead of plain accuracy.
 HEADLINE_METRICS = {"arc_challenge": "acc_norm", "hellaswag": "acc_norm"}
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return metric -> (value, standard error) among lm-eval's values of one task.
+    """Return metric -> (value, standard error) from lm-eval's values of one task.
 
-    NaN stands where lm-eval has "N/A" or nothing; of several filters the first counts.
+    "N/A" and missing values become NaN; of several filters the first counts.
     """
     found: dict[str, Any] = {}
     errors: dict[str, Any] = {}
@@ -29,15 +29,16 @@ def metrics_of(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 def headline(
     results: Mapping[str, Mapping[str, Any]], task: str, metric: str | None = None
 ) -> tuple[str, float, float]:
-    """Return (name, value, standard error) of the metric that a table shows of a task.
+    """Return (name, value, standard error) of the metric that a table shows for a task.
 
     Args:
         results: lm-eval's `results`.
-        task: its name.
-        metric: the one to take; `None` takes `HEADLINE_METRICS`, else acc, else the likeliest.
+        task: the name of the task.
+        metric: the metric to take; None takes `HEADLINE_METRICS`, else acc, else bits_per_byte,
+            else the first.
 
     Raises:
-        ValueError: the task was not evaluated, or has no metric, or not this one.
+        ValueError: the task was not evaluated, has no metrics, or not this metric.
     """
     if task not in results:
         raise ValueError(f"no results for {task!r}; there are {sorted(results)}")
@@ -52,14 +53,14 @@ def headline(
 
 
 def is_share(value: float, *, lower_is_better: bool) -> bool:
-    """Return whether a metric counts right answers, and so is shown in percent and averaged."""
+    """Return whether a metric is a share of right answers, to show in percent and to average."""
     return not lower_is_better and not abs(value) > 1
 
 
 def right_items(documents: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return metric -> one digit per document, for metrics that are 0 or 1 for each.
 
-    lm-eval logs a document for each filter of its task; the scores come from the first.
+    lm-eval logs a document once per filter of its task; the scores come from the first filter.
     """
     first = [each for each in documents if each.get("filter") == documents[0].get("filter")]
     found = {}
@@ -72,15 +73,15 @@ def right_items(documents: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Figures that lm-eval measured of a model.
+    """lm-eval's results for a model.
 
     Attributes:
-        harness: lm-eval's results (`results`, `versions`, `n-samples`, ...). Of a task with NaN
-            among its likelihoods every metric is NaN: lm-eval's own would be finite, since the
-            largest of some numbers and a NaN has an index all the same.
-        samples: Per task, the documents as lm-eval logs them, where they were asked for.
-        truncated: Number of requests longer than the model's context, cut from the left.
-        truncated_tokens: Tokens cut off them.
+        harness: lm-eval's results (`results`, `versions`, `n-samples`, ...). If a likelihood of a
+            task is NaN, every metric of the task is NaN; lm-eval's own would be finite, since
+            argmax returns an index even among NaN.
+        samples: Per task, the documents as lm-eval logs them, if requested.
+        truncated: Number of requests longer than the model's context, truncated on the left.
+        truncated_tokens: Tokens that these requests lost.
         nonfinite: Per task that has any, the number of requests whose likelihood is NaN.
     """
 
@@ -92,7 +93,7 @@ class EvalResult:
 
     @classmethod
     def joined(cls, results: Sequence[EvalResult]) -> EvalResult:
-        """Return results of different tasks as one, with what lm-eval tells task by task."""
+        """Merge results of different tasks, with the sections that lm-eval has per task."""
         sections = ("results", "versions", "n-samples", "higher_is_better")
         return cls(
             {name: union(one.harness.get(name, {}) for one in results) for name in sections},
@@ -108,11 +109,11 @@ class EvalResult:
         return self.harness["results"]
 
     def headline(self, task: str, metric: str | None = None) -> tuple[str, float, float]:
-        """Return the metric a table shows: see `metis_hf.lab.evaluate.results.headline`."""
+        """Return the metric that a table shows; see `metis_hf.lab.evaluate.results.headline`."""
         return headline(self.results, task, metric)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return results, versions, and numbers of samples and of cut requests; JSON-ready."""
+        """Return results, versions, and numbers of samples and truncated requests; JSON-ready."""
         return {
             "results": self.results,
             "versions": self.harness["versions"],
@@ -122,10 +123,10 @@ class EvalResult:
 
 
 def union(dictionaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return dictionaries as one; of a key that several have, the last one's value."""
+    """Merge dictionaries; for a repeated key the last value wins."""
     return {key: value for one in dictionaries for key, value in one.items()}
 
 
 def _as_float(value: Any) -> float:
-    """Return NaN for what is no number: lm-eval writes "N/A" where there is no standard error."""
+    """Return a number as it is, else NaN: lm-eval writes "N/A" for a missing standard error."""
     return float(value) if isinstance(value, int | float) else math.nan

@@ -16,24 +16,24 @@ from metis_hf.lab.evaluate import paper
 from metis_hf.lab.evaluate.held_out import LOSS_TASK
 from metis_hf.lab.evaluate.results import headline, is_share, metrics_of, union
 
-BASES = ("bf16", "dense")  # schemes without quantization; differences are taken to the first
+BASES = ("bf16", "dense")  # unquantized; the first that has a row is the default control
 LOSS, AVERAGE = "Loss", "Avg"
 TRUNCATED = ("truncated_requests", "truncated_tokens")
 HELD_OUT = ("held_out_loss", "held_out_tokens")
-FEW_ITEMS = 100  # below, a score's standard error is 5 points
+FEW_ITEMS = 100  # with as many, a score's standard error is up to 5 points
 
 
 @dataclass(frozen=True)
 class Score:
     """A number of a table."""
 
-    value: float  # percent, or nats per token, or what the metric is in; NaN is flagged
+    value: float  # in percent, nats per token, or the metric's unit; NaN is flagged
     error: float = math.nan  # one standard error, in the same unit; NaN if unknown
     metric: str = ""
-    percent: bool = True  # a share of right answers, which the average takes
+    percent: bool = True  # a share of right answers, which the average includes
     lower_is_better: bool = False
-    items: str = ""  # one digit per document, if it is 0 or 1 for each
-    digits: int | None = None  # decimals that are known; None: as many as the column shows
+    items: str = ""  # one digit per document, if the metric is 0 or 1 for each
+    digits: int | None = None  # known decimals; None: as many as the column shows
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows under one title; `kind` is measured, published, or a difference to one of the two."""
+    """Rows under one title; `kind` is measured, published, or a difference to control or paper."""
 
     kind: str
     title: str
@@ -66,7 +66,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     def best(self, column: str) -> float | None:
-        """Return the best measured value of a column as it is shown; None where all are alike."""
+        """Return a column's best measured value, rounded as shown; None if all are equal."""
         scores = [row.scores[column] for row in self.blocks[0].rows if column in row.scores]
         finite = [score for score in scores if math.isfinite(score.value)]
         values = {round(score.value, digits(column)) for score in finite}
@@ -76,7 +76,7 @@ class Comparison:
 
 
 def digits(column: str) -> int:
-    """Return decimals of a column."""
+    """Return the number of decimals that a column shows."""
     return 4 if column == LOSS else 1
 
 
@@ -112,14 +112,14 @@ def compare(
     control: str | None = None,
     published: str | None = None,
 ) -> Comparison:
-    """Put results side by side.
+    """Build the table from results.
 
     Args:
-        results: for each row, the results of its tasks as `jobs.read_result` gives them.
-        tasks: in the order of the columns.
-        metrics: as `parse_metrics` gives them.
-        control: label or name of the row that differences are taken to; by default the first
-            trained in bf16, else the first dense model, if there is one.
+        results: for each row, the results of its tasks from `jobs.read_result`.
+        tasks: the tasks in the order of the columns.
+        metrics: from `parse_metrics`.
+        control: label or name of the row that differences are relative to; by default the first
+            row trained in bf16, else the first dense model, if any.
         published: the paper's model whose rows are added, e.g. "gpt2-130m".
 
     Raises:
@@ -155,7 +155,7 @@ def compare(
 
 
 def _average(scores: dict[str, Score]) -> dict[str, Score]:
-    """Return the mean over shares of right answers, if any; errors of tasks are independent."""
+    """Return the mean over shares of right answers, if any, with independent errors of tasks."""
     shares = [score for column, score in scores.items() if column != LOSS and score.percent]
     if not shares:
         return {}
@@ -189,7 +189,7 @@ def _difference_error(score: Score, other: Score) -> float:
 
 
 def _joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the results of a row's tasks: the first one's `metis`, with all that is told by task."""
+    """Merge the results of a row's tasks: the first task's `metis`, and the values per task."""
     ours = [one["metis"] for one in results]
     sections = ("results", "higher_is_better", "items")
     return {
@@ -224,7 +224,8 @@ def _measured(record: dict[str, Any], tasks: Sequence[str], metrics: Mapping[str
 def row_name(label: str, scheme: str, precision: str, *, converted: bool) -> str:
     """Return the name of an evaluation in the first column: checkpoint, scheme, precision.
 
-    A directory of the scheme's name says it already, unless the checkpoint is converted.
+    The scheme is omitted if the label contains a directory of that name, unless the checkpoint is
+    converted.
     """
     named = scheme in label.split("/") and not converted
     name = label if named else f"{label} {scheme}"

@@ -1,8 +1,8 @@
-"""Tasks of lm-eval: which there are, and their local data.
+"""lm-eval's tasks and their local data.
 
-A folder of local tasks holds `<task>.yaml` in lm-eval's format, as its `--include_path` does, or
-for one of the paper's seven tasks `<task>.jsonl` alone. Of the latter the rows are checked and
-handed over in memory, so that a cache of `datasets` cannot give an earlier file's rows.
+A folder of local tasks holds `<task>.yaml` in lm-eval's format, as for its `--include_path`, or
+only `<task>.jsonl` for one of the paper's seven tasks. The rows of the latter are checked and
+passed on in memory, so that a cache of `datasets` cannot return rows of an earlier file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TaskSpec = str | dict[str, Any]
 Row = dict[str, Any]
 
-# Folders of lm-eval's tasks, so that these names do not cost an index of all of them (16 s).
+# Folders of lm-eval's tasks: for these names, no index of all tasks is needed (16 s).
 TASK_FOLDERS = {
     "arc_easy": "arc",
     "arc_challenge": "arc",
@@ -38,11 +38,11 @@ TASK_FOLDERS = {
     "race": "race",
     "wikitext": "wikitext",
 }
-_DEFINITIONS = (".yaml", ".yml", ".py")  # endings of files that make up tasks of lm-eval
+_DEFINITIONS = (".yaml", ".yml", ".py")  # suffixes of the files of lm-eval's tasks
 
 
 class Column(NamedTuple):
-    """The contents that a column of a task's file must have, in words and as a test."""
+    """The required contents of a column of a task's file, in words and as a test."""
 
     what: str
     holds: Callable[[Any], bool]
@@ -94,8 +94,8 @@ ARC = {
     "choices": Column('{"text": [...], "label": [...]} of one length', _is_choices),
     "answerKey": Column("the label of the right choice", _is_text),  # last: see `read_rows`
 }
-# Of each task of the paper, in the order of its columns: the split that lm-eval scores, and what
-# its documents need.
+# The paper's tasks in the order of its columns -> (the split that lm-eval scores, the columns that
+# its documents need).
 LOCAL_TASKS: dict[str, tuple[str, dict[str, Column]]] = {
     "arc_challenge": ("test", ARC),
     "arc_easy": ("test", ARC),
@@ -150,7 +150,7 @@ class PlannedTask:
     """A task to evaluate."""
 
     name: str  # as asked for
-    spec: TaskSpec  # what lm-eval is asked for
+    spec: TaskSpec  # passed to lm-eval
     data: str | None = None  # digest of local data and definition; None where lm-eval fetches them
     include_path: Path | None = None  # of the task's YAML file, if it is not lm-eval's own
 
@@ -159,13 +159,13 @@ def plan_tasks(names: Sequence[str], directory: Path | None) -> list[PlannedTask
     """Return the tasks of an evaluation, with their local data read and checked.
 
     Args:
-        names: of the tasks.
+        names: names of the tasks.
         directory: holds `<task>.jsonl` or `<task>.yaml` of each; None lets lm-eval fetch the data.
 
     Raises:
-        FileNotFoundError: there is no file of a task; the message says what it must hold.
+        FileNotFoundError: the file of a task is missing; the message says what it must hold.
         ValueError: a task is named twice, unknown, or has no score of its own; or a line of its
-            data is unusable, and the message has its number.
+            data is unusable, and the message has the line's number.
     """
     twice = sorted({name for name in names if list(names).count(name) > 1})
     if twice:
@@ -194,7 +194,7 @@ def _plan(name: str, directory: Path | None) -> PlannedTask:
 
 
 def local_task(name: str, rows: list[Row]) -> dict[str, Any]:
-    """Return a group of one of lm-eval's tasks with these rows in place of its own data."""
+    """Return a group with one of lm-eval's tasks, whose own data `rows` replaces."""
     split = LOCAL_TASKS[name][0]
 
     def dataset(**kwargs: Any) -> dict[str, datasets.Dataset]:
@@ -237,7 +237,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
     """Yield (line number, object) of every line that is not blank.
 
     Raises:
-        ValueError: a line is not UTF-8, no JSON object, or holds half a character.
+        ValueError: a line is not UTF-8, is no JSON object, or holds half a surrogate pair.
     """
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -278,7 +278,7 @@ def _digest_of(name: str, directory: Path) -> str:
 def task_manager(
     tasks: Sequence[TaskSpec], include_path: str | Path | Sequence[str | Path] | None
 ) -> TaskManager:
-    """Return a task manager that knows `tasks`, and all of lm-eval's only if it must.
+    """Return a task manager for `tasks`; it indexes all of lm-eval's tasks only if it must.
 
     Raises:
         ImportError, ValueError: lm_eval is not installed; or a task has an unknown name.
@@ -308,7 +308,7 @@ def task_manager(
 
 
 def check_names(names: Sequence[str], include_path: Path | None) -> None:
-    """Refuse names that lm-eval gives no score: unknown ones, and those that stand for several."""
+    """Reject unknown names, and names of several tasks without a score of their own."""
     index = task_manager(names, include_path).task_index
     for name in (name for name in names if name in index):
         kind, config = index[name].kind.name, index[name].cfg or {}
@@ -336,7 +336,7 @@ def import_lm_eval() -> ModuleType:
 
 
 def _names(spec: TaskSpec, *, member: bool = False) -> Iterator[str]:
-    """Yield registered names that a task, or a group's member, refers to; definitions have none."""
+    """Yield registered names that a task or group member refers to; none for a definition."""
     if isinstance(spec, str):
         yield spec
     elif isinstance(spec.get("task"), list):

@@ -1,1 +1,1 @@
-"""Effects of a scheme on a given model, untrained: loss, gradients, operands, layers, cost."""
+"""Effects of a scheme on a model without training: loss, gradients, operands, layers, cost."""

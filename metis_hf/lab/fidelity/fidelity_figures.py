@@ -1,4 +1,4 @@
-"""Pictures of a fidelity measurement: divergence against cost, and the layers that err."""
+"""Figures of a fidelity measurement: KL against cost, and the errors of each layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cost_figure(results: Sequence[SchemeFidelity], model: str, tokens: int) -> b
         Point(r.cost, r.kl_in_training.mean, r.name, styles[r.scheme], r.kl_in_training.se)
         for r in shown
     ]
-    # A config's file may have such a name too, so the scheme must be the one.
+    # A config file may have such a name too, so the scheme is checked as well.
     is_rank = [
         r.scheme == _LINE and (r.name == _LINE or r.name.startswith(f"{_LINE}, rank "))
         for r in shown

@@ -15,7 +15,7 @@ from metis_hf.lab.show.page import Cell, Page, number
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.shared.layer_names import group_of
 
-_WORST = 12  # layers in a list of those that cost most
+_WORST = 12  # listed layers with the largest KL
 
 
 def write_outputs(out: Path, record: dict[str, Any], results: Sequence[SchemeFidelity]) -> None:
@@ -106,7 +106,7 @@ def _cards(results: Sequence[SchemeFidelity]) -> list[tuple[str, str, str]]:
 
 
 def _table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[Cell]]]:
-    """Return header and rows that a reader can sort by each column."""
+    """Return header and rows, sortable by each column."""
     header, texts = table(results)
     shown, rows = columns(results), []
     for result, row in zip(results, texts):
@@ -130,7 +130,7 @@ def _kind_rows(result: SchemeFidelity) -> list[list[Cell]]:
 
 
 def _alone(page: Page, result: SchemeFidelity) -> None:
-    """List the layers that cost most when each alone is quantized, and compare sum and whole."""
+    """List the layers with the largest KL when quantized alone, and compare sum and whole."""
     layers, whole = result.alone["layers"], result.alone["whole"]
     total = sum(found["kl"] for found in layers.values())
     rise = sum(found["loss"] for found in layers.values())
@@ -161,7 +161,7 @@ def _group_rows(result: SchemeFidelity) -> list[list[Cell]]:
 
 
 def _sqnr(values: Sequence[float]) -> Cell:
-    """Return the mean over layers that quantize the operand; without error it is infinite."""
+    """Return the mean over the layers that quantize the operand; "exact" if none does."""
     quantized = [value for value in values if value != math.inf]
     if not quantized:
         return Cell("exact", math.inf)

@@ -1,7 +1,7 @@
 """Errors of a scheme's gradient: of one batch, and of the mean over batches.
 
-Everything is read off the inner products of all batches' gradients, exact and in the scheme. The
-gradients themselves lie in files, fp32, 4 bytes for each weight, batch and side.
+All errors are computed from the inner products of all batches' gradients, exact and in the scheme.
+The gradients are stored in two fp32 files (exact, scheme), 4 bytes per weight and batch each.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CHUNK = 1 << 22  # weights whose gradients are multiplied at a time
 
 
 class GradientFile:
-    """The gradients of some weights for each of some batches, fp32, on disk.
+    """Gradients of several weights for each of several batches, fp32, on disk.
 
-    Every weight lies there as [o i], so that files of schemes that store it otherwise compare. A
-    file of that name is overwritten.
+    Every gradient is stored as [o i], so that files of schemes with other weight layouts can be
+    compared. An existing file is overwritten.
 
     Raises:
         OSError: the disk cannot hold it.
@@ -46,7 +46,7 @@ class GradientFile:
         with path.open("wb") as file:
             file.truncate(size)
             try:
-                if hasattr(os, "posix_fallocate"):  # a mapped file that the disk cannot hold kills
+                if hasattr(os, "posix_fallocate"):  # a mapped file on a full disk is fatal
                     os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 what = f"{error.strerror}; the gradients here need {gib(size)}, twice"
@@ -54,7 +54,7 @@ class GradientFile:
         self.rows = np.memmap(path, dtype=np.float32, mode="r+", shape=shape)
 
     def put(self, batch: int, weights: Sequence[nn.Parameter]) -> None:
-        """Store the weights' `.grad` as the row of a batch; a weight without one has zeros."""
+        """Store the weights' `.grad` as the row of a batch; zeros for a weight without one."""
         ends = self._bounds[1:]
         for weight, turn, start, end in zip(weights, self._transposed, self._bounds, ends):
             grad = weight.grad
@@ -76,10 +76,10 @@ def run_batches(
     batches: Sequence[Tensor],
     done: Callable[[int], None],
 ) -> None:
-    """Run forward and backward over batches [b length], training rounding, `.grad` of each alone.
+    """Run forward and backward on each batch [b length] with training rounding.
 
-    Dropout is off: it would differ from one run to the next. Only `weights` get a gradient, and
-    `done` is called with the number of each batch while its gradients are there.
+    Dropout is off, since it would differ between runs. Only `weights` get gradients. `done` is
+    called with the number of each batch while `.grad` holds the gradients of this batch alone.
     """
     wanted = {id(weight) for weight in weights}
     for parameter in model.parameters():
@@ -102,7 +102,7 @@ def on_calls(
 ) -> Iterator[None]:
     """Call measure(layer's name, input, output's gradient, row mask) for each call in the block.
 
-    That is in the backward pass. Calls that `measure` itself makes of a layer do not count.
+    `measure` runs in the backward pass; its own calls of the layer are ignored.
     """
     busy: set[str] = set()
 
@@ -152,7 +152,7 @@ def errors(products: np.ndarray) -> tuple[list[float], list[float]]:
 def mean_errors(products: np.ndarray) -> dict[str, float]:
     """Return relative error and cosine of the gradient's mean over batches.
 
-    Their standard errors are the jackknife's: of the same over all batches but one.
+    The standard errors come from the jackknife, which leaves out one batch at a time.
     """
     batches = len(products) // 2
     error, cosine = _pair(products, np.ones(batches))

@@ -1,4 +1,4 @@
-"""Errors where they arise: the operands and products of each layer, on exact inputs."""
+"""Errors of each layer by itself: of its operands and products, on exact inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from metis_hf.training.uncalled import READ_INSTEAD, by_kind
 
 logger = logging.get_logger(__name__)
 
-KINDS = {  # of operands, with the roles that they play
+KINDS = {  # kind of operand -> its roles
     "input": (Role.FPROP_INPUT, Role.WGRAD_INPUT),
     "weight": (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT),
     "grad_output": (Role.DGRAD_GRAD_OUTPUT, Role.WGRAD_GRAD_OUTPUT),
@@ -32,9 +32,9 @@ KINDS = {  # of operands, with the roles that they play
 
 @dataclass(frozen=True)
 class Unrounded(Spectral):
-    """The matrix as it is, with the low-rank part of its split beside it.
+    """A spectral split without rounding: the exact matrix, and the low-rank part of its split.
 
-    The other operand of the GEMM may be corrected along those directions, as in the scheme.
+    The scheme may correct the other operand of the GEMM along the directions of that part.
     """
 
     has_codes = False
@@ -47,10 +47,10 @@ class Unrounded(Spectral):
 
 
 def only(scheme: Scheme, kind: str) -> Scheme:
-    """Return a scheme in which operands of one kind alone are quantized: see `KINDS`.
+    """Return a scheme that quantizes operands of one kind only; see `KINDS`.
 
-    What rounding takes off them is still added along the directions of the other operand, where the
-    scheme does that and the other operand is split whenever it is quantized.
+    Their corrections along the directions of the other operand stay, unless the other operand is a
+    weight that is stored split.
     """
     changes: dict[str, Any] = {}
     for other in KINDS:
@@ -81,14 +81,14 @@ def layer_errors(
     """Measure every layer in its scheme on the exact model's inputs and output gradients.
 
     Args:
-        model: with its converted `layers`.
-        layers: those layers.
-        weights: of each, the parameter whose gradient counts.
+        model: a model with converted layers.
+        layers: name -> converted layer.
+        weights: name -> the parameter whose gradient is compared.
         rows: token ids [b length], one batch.
 
     Returns:
         layer -> "input", "weight", "grad_output": SQNR in decibels; "y", "dx", "dw": relative
-        errors. In the order of `layers`; those that saw no token are left out.
+        errors. In the order of `layers`, without layers that saw no token.
     """
     schemes = {name: layer.scheme for name, layer in layers.items()}
     found: dict[str, list[dict[str, float]]] = {}
@@ -107,7 +107,7 @@ def layer_errors(
             by_kind(uncalled),
             READ_INSTEAD,
         )
-    # Hooks of the backward pass filled it from the last layer to the first.
+    # Backward hooks filled `found` from the last layer to the first.
     return {
         name: {key: fmean(call[key] for call in found[name]) for key in found[name][0]}
         for name in layers

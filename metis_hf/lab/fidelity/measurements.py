@@ -1,4 +1,4 @@
-"""`fidelity`: one scheme after the other on one model; each part is kept as it is measured."""
+"""`fidelity`: measure one scheme after the other on one model, and store each finished part."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from metis_hf.shared.records import environment, write_json
 
 LOSS, GRADIENTS, OPERANDS, ALONE = "loss", "gradients", "operands", "each layer"
 PREDICTED_KINDS = ("input", "weight")  # operands that predictions depend on
-# The cost of an item in forward passes over a batch, for the time left.
+# The cost of an item in forward passes over a batch, to estimate the time left.
 _COSTS = {LOSS: 2.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 1.0}
-_TOKENS_A_DIRECTION = 10  # of a batch; with fewer, a split has little left to leave out
+_TOKENS_A_DIRECTION = 10  # per batch; with fewer, a split keeps nearly all of the batch
 
 
 def fidelity(settings: Settings, out: Path, console: Console | None = None) -> list[SchemeFidelity]:
-    """Measure what schemes do to a model, and write results.json, table.md, cost.png, index.html.
+    """Measure schemes on a model, and write results.json, table.md, cost.png, index.html.
 
-    A part that `out` holds of the same model, text, settings and numerics is not measured again.
-    The page is rewritten after each scheme.
+    Parts that `out` already holds for the same model, text, settings and numerics are reused. The
+    page is rewritten after each scheme.
 
     Raises:
         FileNotFoundError, ValueError: as `Settings.open` and `Settings.candidates`.
@@ -69,12 +69,12 @@ class _Converted:
         self.weights = trainable(self.layers)
 
     def alone(self, kind: str) -> dict[str, Scheme]:
-        """Return the layers' schemes with operands of one kind quantized."""
+        """Return the layers' schemes with only the operands of one kind quantized."""
         return {name: only(scheme, kind) for name, scheme in self.schemes.items()}
 
 
 class _Measurements:
-    """The measurements of one model, in the order in which they are made."""
+    """The measurements of one model."""
 
     def __init__(self, settings: Settings, subject: Subject, store: Store, console: Console):
         self.settings, self.subject, self.store, self.console = settings, subject, store, console
@@ -84,10 +84,10 @@ class _Measurements:
         self.exact: tuple[list[str], GradientFile] | None = None  # with the layers' names
         with converted(self.model, MetisConfig(scheme=CONTROL)) as layers:
             few = self.held_out[:1, :MIN_LENGTH].to(self.model.device)
-            # Layer -> the tensor that it reads.
+            # Layer -> name of its input tensor.
             self.inputs: dict[str, Hashable] = inputs_of(self.model, layers, few)
         loss = len(self.held_out.split(settings.batch))
-        self.items = {  # of one scheme, for progress
+        self.items = {  # items per scheme, for progress
             LOSS: loss + len(PREDICTED_KINDS) * max(1, loss // 3),
             GRADIENTS: len(self.batches) + len(KINDS),
             OPERANDS: 1,
@@ -123,7 +123,7 @@ class _Measurements:
         }
         return {
             "settings": settings,
-            "held_out_tokens": self.held_out[:, 1:].numel(),  # that are predicted
+            "held_out_tokens": self.held_out[:, 1:].numel(),  # predicted tokens
             "gradient_sequences": len(self.subject.training),
             "gradient_batches": len(self.batches),
             "missing": expected - len(results),
@@ -184,7 +184,7 @@ class _Measurements:
         result.overhead, result.weight_bits = dict(cost.parts), cost.weight_bits
 
     def _warning(self, layers: dict[str, MetisLayer]) -> str:
-        """Say so where a batch has few tokens for the directions that a split keeps."""
+        """Return a warning if batches have few tokens for the directions of a split, else ""."""
         batch, length = self.settings.batch, self.settings.length
         parts = (self.held_out, self.subject.training)
         tokens = min(part[:batch].numel() for part in parts)

@@ -14,7 +14,7 @@ from metis_hf.lab.fidelity.subject import Part, running
 from metis_hf.schemes import Scheme
 
 Batch = dict[str, float]  # statistics of a batch by name
-_ROWS = 1024  # of logits that are turned into fp32 probabilities at a time
+_ROWS = 1024  # rows of logits that are converted to fp32 log-probabilities at a time
 
 
 @torch.no_grad()
@@ -31,10 +31,10 @@ def predictions(
     """Compare the next-token distributions of schemes with the exact model's, batch by batch.
 
     Args:
-        model: with its converted layers.
-        layers: those layers, and its attention where that is quantized.
+        model: a model with converted layers.
+        layers: the converted layers, and quantized attention.
         ids: [n length]
-        batch: sequences of a batch.
+        batch: sequences per batch.
         schemes: what is compared: schemes by layer; layers that are not named run exactly.
         advance: called after each scheme of each batch.
         training: round as in training; else as in evaluation. Dropout is off.
@@ -79,7 +79,7 @@ def _compare(exact: Tensor, logits: Tensor, labels: Tensor) -> Batch:
 
 
 def effect(batches: Sequence[Batch]) -> dict[str, float]:
-    """Return "loss", its rise above the exact model's in %, and "kl", over batches."""
+    """Return means over batches: "loss", the rise above the exact model's in %, and "kl"."""
     loss, exact, kl = (
         math.fsum(batch[key] for batch in batches) / len(batches) for key in ("loss", "exact", "kl")
     )

@@ -1,4 +1,4 @@
-"""Ranks for a budget of multiply-adds: directions go to the layers where they remove most."""
+"""Ranks for a budget of multiply-adds: directions go where they remove the most error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from metis_hf.schemes import build_scheme, most_directions, scheme_info
 from metis_hf.shared.layer_names import group_of
 from metis_hf.shared.records import write_json
 
-RANKS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of those that it can have
+RANKS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # default candidates
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class LayerRanks:
 
     Attributes:
         config: with the ranks as `rank_pattern`; experts by the name of their fused weight.
-        ranks: of each converted layer, by name.
-        overhead: of a training step with these ranks.
-        errors: of each layer at each rank tried, from the smallest: see `allocate_ranks`.
-        left: estimated error of all layers, over that with the smallest rank everywhere.
+        ranks: name -> rank, for each layer with a split.
+        overhead: the overhead of a training step with these ranks.
+        errors: name -> error at each rank tried, from the smallest; see `allocate_ranks`.
+        left: estimated error of all layers, as a share of the error at the smallest rank.
     """
 
     config: MetisConfig
@@ -57,7 +57,7 @@ def write_ranks(
     tokens: int = TOKENS,
     console: Console | None = None,
 ) -> LayerRanks:
-    """Choose ranks for a model by the beginning of a text, print them, and write the config.
+    """Choose ranks for a model on the start of a text, print them, and write the config.
 
     For `budget` and `tokens` see `allocate_ranks`.
 
@@ -108,13 +108,13 @@ def write_ranks(
 
 @dataclass
 class RankGroup:
-    """Layers that have one rank, with what each rank costs and leaves.
+    """Layers that share one rank, with the cost and the error of each candidate.
 
     Attributes:
-        layers: names.
-        ranks: those that all of them can have, rising.
+        layers: names of the layers.
+        ranks: the candidates that all layers can have, ascending.
         costs: multiply-adds at each rank, as a share of all layers' GEMMs.
-        errors: left at each rank.
+        errors: the remaining error at each rank.
     """
 
     layers: list[str]
@@ -123,13 +123,13 @@ class RankGroup:
     errors: list[float] = field(default_factory=list)
 
     def steps(self) -> list[tuple[float, int, int]]:
-        """Return (gain for its cost, from, to) of each step along the lower convex hull."""
+        """Return (gain per cost, from, to) of each step along the lower convex hull."""
         found, place = [], 0
         while place + 1 < len(self.ranks):
             gains = [self._gain(place, k) for k in range(place + 1, len(self.ranks))]
             if max(gains) <= 0:
                 break
-            best = place + 1 + gains.index(max(gains))  # of equals the nearest
+            best = place + 1 + gains.index(max(gains))  # the nearest of equals
             found.append((max(gains), place, best))
             place = best
         return found
@@ -151,25 +151,26 @@ def allocate_ranks(
 ) -> LayerRanks:
     """Choose a rank for each layer of a model from one calibration, within a budget.
 
-    Each layer runs at each rank, with evaluation rounding, on the exact model's inputs. What counts
-    is the error e of its output y, weighted by the second moment of the gradient of y: the sum
-    over tokens s and t of (e_s . dy_t)^2, the squared change of the loss to first order where any
-    token may have any token's error. Layers that read one tensor (query, key and value) share its
-    split and so have one rank; so have experts of one fused weight, which a config names as one.
-    The budget is then spent where the next multiply-add removes most.
+    Each layer runs at each rank, with evaluation rounding, on the exact model's inputs. The error e
+    of its output y is weighted by the second moment of the gradient of y: the sum over tokens s and
+    t of (e_s . dy_t)^2, which is the squared first-order change of the loss if any token may have
+    any token's error. Layers that read one tensor (query, key and value) share its split and so
+    have one rank. Experts of one fused weight also have one rank, because a config names them by
+    that weight. The budget is then spent where the next multiply-add removes the most error.
 
     Args:
-        model: a causal language model in dense weights; it is converted for the call, in place.
+        model: a causal language model with dense weights; it is converted in place for the call.
         batches: token ids [b length] without padding.
-        budget: multiply-adds beyond the three GEMMs, as a share of theirs: .125.
-        config: how the model is converted; its `rank` and `rank_pattern` do not count.
-        tokens: of a training step, by which the cost is counted.
-        ranks: to choose from, rising; a layer gets at most half its smaller side.
+        budget: multiply-adds beyond the three GEMMs, as a share of theirs, such as .125.
+        config: the config of the conversion; its `rank` and `rank_pattern` are ignored.
+        tokens: tokens per training step, for counting the cost.
+        ranks: the candidates, ascending; a layer gets at most half its smaller side.
         advance: called after each batch.
 
     Raises:
-        ValueError: the scheme splits nothing; no batch; ranks that do not rise from 1; a budget
-            that is no number or that the smallest rank exceeds; no tokens.
+        ValueError: the scheme splits nothing; no batch; ranks that are not ascending from 1 or
+            more; a budget that is not a number of at least 0, or is below the cost of the smallest
+            rank; no tokens.
     """
     _check_numbers(budget, tokens)
     ranks = tuple(ranks)
@@ -210,7 +211,7 @@ def allocate_ranks(
 
 
 def _called(model: PreTrainedModel, layers: Mapping[str, MetisLayer]) -> dict[str, str]:
-    """Return the names of layers in a config: an expert goes by its fused weight."""
+    """Return name -> name in a config, where an expert has the name of its fused weight."""
     fused = {
         id(layer): f"{owner}.{key}"
         for owner, module in model.named_modules()
@@ -221,7 +222,7 @@ def _called(model: PreTrainedModel, layers: Mapping[str, MetisLayer]) -> dict[st
 
 
 def _check_numbers(budget: float, tokens: int) -> None:
-    if not budget >= 0:  # NaN is not
+    if not budget >= 0:  # also rejects NaN
         raise ValueError(f"a budget of {budget:.1%}; expected a number of at least 0 %")
     if tokens < 1:
         raise ValueError(f"tokens={tokens} of a step; choose at least 1")
@@ -234,7 +235,7 @@ def _errors(
     ranks: Sequence[int],
     advance: Callable[[], None],
 ) -> dict[str, list[float]]:
-    """Return the weighted error of each layer at each rank; zeros for one that does not run."""
+    """Return the weighted error of each layer at each rank; zeros for layers that do not run."""
     schemes = {
         name: [
             build_scheme(layer.config.replace(rank=rank), layer.in_features, layer.out_features)
@@ -269,7 +270,7 @@ def _errors(
 
 
 def _squared_norm(error: Tensor, rows: Tensor) -> Tensor:
-    """Return |error rows^T|^2 of two matrices [t o], with no [t t] where there are many tokens."""
+    """Return |error rows^T|^2 of two matrices [t o], without a [t t] matrix if t > o."""
     if len(rows) <= rows.shape[1]:
         return (error @ rows.mT).square_().sum()
     return ((error.mT @ error) * (rows.mT @ rows)).sum()
@@ -297,7 +298,7 @@ def _groups(
 
     rest = [name for name in layers if name not in split]
     together: dict[Hashable, list[str]] = {}
-    for name in split:  # layers that read one tensor, or that the config calls alike
+    for name in split:  # layers that read one tensor, or that have one name in the config
         of = reads[name] if called[name] == name else called[name]
         together.setdefault(of, []).append(name)
     known: dict[Hashable, list[float]] = {}  # costs of groups of equal shapes and configs
@@ -305,7 +306,7 @@ def _groups(
     for names in together.values():
         own = min((_possible(layers[n], ranks) for n in names), key=len)
         shapes = [f"{_shape(layers[n], layers[n].config)} {tokens[n]}" for n in names]
-        key = (*shapes, len({reads[n] for n in names}))  # experts read a tensor each
+        key = (*shapes, len({reads[n] for n in names}))  # each expert reads its own tensor
         if key not in known:
             known[key] = [cost(names, rank) for rank in own]
         groups.append(RankGroup(names, own, known[key]))
@@ -323,7 +324,7 @@ def _shape(layer: MetisLayer, config: Any) -> tuple[tuple[int, int], Any]:
 
 
 def spend(groups: Sequence[RankGroup], left: float) -> list[int]:
-    """Return the place of each group's rank: steps of the largest gain first, while they fit."""
+    """Return the index of each group's rank; steps with the largest gain are taken if they fit."""
     at = [0] * len(groups)
     steps = [
         (gain, number, low, high)

@@ -1,4 +1,4 @@
-"""Results of a model in several schemes: the record, and the numbers that tables show."""
+"""Results of a model in several schemes: the record, and the columns of tables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over batches and its standard error; NaN where one batch says nothing of it."""
+    """A mean over batches and its standard error, which is NaN for a single batch."""
 
     mean: float
     se: float = math.nan
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Return the mean of values, one a batch."""
+        """Return the estimate from one value per batch."""
         if not all(map(math.isfinite, values)):
             return cls(math.nan)
         if len(values) < 2:
@@ -40,21 +40,21 @@ class SchemeFidelity:
 
     name: str  # in tables: the scheme's, with the rank where several were asked for
     scheme: str  # the registered name
-    rank: int | None = None  # of `metis` at a rank of its own; None: as the scheme chooses
+    rank: int | None = None  # the config's rank; None: the scheme chooses
     overhead: dict[str, float] = field(default_factory=dict)  # work -> share of the GEMMs'
-    weight_bits: float = math.nan  # for each element of a weight
-    # Of each batch of the held-out text, see `predictions.predictions`; and with the rounding of
-    # training, where the forward pass has noise then.
+    weight_bits: float = math.nan  # per element of a weight
+    # Statistics of each held-out batch (`predictions.predictions`), with the rounding of evaluation
+    # and, if the forward pass then has noise, of training.
     batches: list[dict[str, float]] = field(default_factory=list)
     training: list[dict[str, float]] = field(default_factory=list)
     gradients: dict[str, Any] = field(default_factory=dict)  # "error", "cosine", "mean"
-    # What operands of one kind alone do (see `layer_errors.KINDS`), and all of them on the same
-    # batches: a third of the loss's batches, one of the gradient's.
+    # Effects of quantizing operands of one kind alone (see `layer_errors.KINDS`), and of all kinds
+    # on the same batches: a third of the loss's batches, one of the gradient's.
     kinds: dict[str, dict[str, float]] = field(default_factory=dict)
     layers: dict[str, dict[str, float]] = field(default_factory=dict)  # see `layer_errors`
-    # What each layer alone does to the predictions, and "whole", all of them on the same tokens.
+    # Effects on predictions of each layer alone, and "whole": of all layers on the same tokens.
     alone: dict[str, Any] = field(default_factory=dict)
-    note: str = ""  # why there is nothing; empty where there is
+    note: str = ""  # why nothing was measured; empty otherwise
     warning: str = ""  # why the numbers may mislead
 
     def take(
@@ -64,7 +64,7 @@ class SchemeFidelity:
         layers: dict[str, Any],
         alone: dict[str, Any] | None,
     ) -> None:
-        """Take the measured parts."""
+        """Store the measured parts."""
         self.batches, self.training, self.kinds = loss["batches"], loss["training"], loss["kinds"]
         for kind, values in gradients["kinds"].items():
             self.kinds.setdefault(kind, {}).update(values)
@@ -78,17 +78,17 @@ class SchemeFidelity:
 
     @property
     def rise(self) -> Estimate:
-        """Held-out loss above the exact model's, in % of it; the error is of paired batches."""
+        """Held-out loss above the exact model's, in % of it; the error is over paired batches."""
         exact = statistics.fmean([b["exact"] for b in self.batches]) if self.batches else math.nan
         return Estimate.of([100 * (b["loss"] - b["exact"]) / exact for b in self.batches])
 
     def mean(self, key: str, scale: float = 1.0) -> Estimate:
-        """Return "kl" or "top1" over batches, times a factor."""
+        """Return "kl" or "top1" over batches, times `scale`."""
         return Estimate.of([scale * batch[key] for batch in self.batches])
 
     @property
     def kl_in_training(self) -> Estimate:
-        """Divergence with the rounding of training, nats per token."""
+        """KL divergence with the rounding of training, nats per token."""
         return Estimate.of([batch["kl"] for batch in self.training or self.batches])
 
     def gradient(self, key: str) -> Estimate:
@@ -103,16 +103,16 @@ class SchemeFidelity:
 
 @dataclass(frozen=True)
 class Column:
-    """A number of each scheme, as tables show it."""
+    """A column of tables: one number per scheme."""
 
     title: str
     value: Callable[[SchemeFidelity], Estimate]
     spec: str  # its format, such as ".2f"
-    short: str = ""  # the title in a terminal; empty: only the page shows it
+    short: str = ""  # the title in a terminal; empty: not shown in a terminal
 
 
 _KL_IN_TRAINING = Column("KL in training", lambda r: r.kl_in_training, ".4f", "KL in training")
-_COLUMNS = (  # what predicts training first
+_COLUMNS = (  # best predictors of training first
     Column("KL (nats)", lambda r: r.mean("kl"), ".4f", "KL (nats)"),
     _KL_IN_TRAINING,
     Column("Loss rise %", lambda r: r.rise, "+.2f", "Loss rise %"),
@@ -126,17 +126,17 @@ _COLUMNS = (  # what predicts training first
 )
 
 
-_NARROW = 4  # columns with standard errors in 80 characters
+_NARROW = 4  # columns that fit into 80 characters
 
 
 def columns(results: Sequence[SchemeFidelity]) -> list[Column]:
-    """Return the columns of a table; the divergence in training only where it differs."""
+    """Return the columns of a table; KL in training only if it differs from evaluation."""
     differs = any(result.training for result in results)
     return [column for column in _COLUMNS if differs or column is not _KL_IN_TRAINING]
 
 
 def table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows, as text; a scheme that could not be measured says why."""
+    """Return header and rows, as text; the row of a scheme that was not measured says why."""
     shown = columns(results)
     rows = []
     for result in results:

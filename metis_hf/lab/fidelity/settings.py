@@ -14,15 +14,15 @@ from metis_hf.shared.texts import utf8_text
 
 @dataclass(frozen=True)
 class Settings(ModelAndText):
-    """The settings of a measurement, beside model and text.
+    """The settings of a measurement, including model and text.
 
     Attributes:
-        schemes: names; None: all but the control.
-        ranks: further ranks at which `metis` is measured.
-        configs: JSON files of further configs, called by the files' names in tables.
+        schemes: names of schemes; None: all but the control.
+        ranks: additional ranks at which `metis` is measured.
+        configs: JSON files of additional configs; tables show the files' names.
         alone: schemes whose layers are quantized one at a time; None: the first.
-        tokens_per_step: that costs are counted for.
-        seed: of all noise; None: 0, and for `configs` the file's own.
+        tokens_per_step: tokens per step for counting costs.
+        seed: seed of all noise; None: 0, and for `configs` the file's own.
     """
 
     schemes: tuple[str, ...] | None = None
@@ -36,9 +36,9 @@ class Settings(ModelAndText):
         """Return (name in tables, config) of everything to measure.
 
         Raises:
-            FileNotFoundError: no such file of a config.
-            ValueError: a scheme is not registered; something is given twice, or nothing; `alone`
-                names something else; a rank is not positive; a file that is no config.
+            FileNotFoundError: a config file is missing.
+            ValueError: a scheme is not registered; two rows have one name; there is nothing to
+                measure; `alone` names something else; a rank is not positive; a file is no config.
         """
         names = self.schemes
         if names is None:

@@ -1,4 +1,4 @@
-"""The model that is measured, its text as batches of tokens, and how it is converted and back."""
+"""The model that is measured, its text as batches of tokens, and temporary conversion."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from metis_hf.shared.quiet import quiet
 
 @dataclass
 class Subject:
-    """A causal language model in its dense weights, and tokens of a text."""
+    """A causal language model with dense weights, and tokens of a text."""
 
     model: PreTrainedModel
     held_out: Tensor  # [n length], for the loss
     training: Tensor  # [m length], for gradients
-    identity: Any  # what tells this model and text from others, JSON-ready
+    identity: Any  # identifies model and text, JSON-ready
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class ModelAndText:
     """A model, and the beginning of a text that it is measured on.
 
     Attributes:
-        model: a checkpoint, run or hub name; a converted or packed model counts in the dense
+        model: a checkpoint, run or hub name; a converted or packed model is measured with the dense
             weights that it represents.
         text: a UTF-8 file, or JSON lines, see `data.chat`.
-        sequences: of the text, at most.
-        length: tokens of each.
-        batch: sequences of a batch.
-        dtype: of the weights and of the exact computation.
+        sequences: largest number of sequences.
+        length: tokens per sequence.
+        batch: sequences per batch.
+        dtype: dtype of the weights and of the exact computation.
         device: such as "cpu" or "cuda".
-        tokenizer: directory of another tokenizer than the model's own.
+        tokenizer: directory of a tokenizer to use instead of the model's own.
     """
 
     model: str
@@ -60,12 +60,12 @@ class ModelAndText:
     tokenizer: str | None = None
 
     def open(self) -> Subject:
-        """Open both: the text's first two thirds give the loss, the last third gradients.
+        """Open both: the first two thirds of the text give the loss, the last third gradients.
 
         Raises:
             FileNotFoundError: no such model or file.
-            ValueError: no tokenizer; no causal language model; a text too short; tokens that the
-                model does not have.
+            ValueError: no tokenizer; no causal language model; a text that is too short; tokens
+                that the model does not have.
         """
         if self.sequences < 3 or self.batch < 1:
             raise ValueError(
@@ -96,10 +96,10 @@ class ModelAndText:
 
 
 def _in_batches(ids: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Return the sequences for the loss and those for gradients, about a third."""
+    """Return (sequences for the loss, sequences for gradients), the latter about a third."""
     count = len(ids)
     training = max(1, count // 3)
-    if count >= 2 * batch:  # whole batches: a smaller one would count as much as they do
+    if count >= 2 * batch:  # whole batches: a smaller one would have the same weight
         training = max(batch, training - training % batch)
         held_out = (count - training) // batch * batch
     else:
@@ -110,10 +110,10 @@ def _in_batches(ids: Tensor, batch: int) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str, MetisLayer]]:
-    """Convert a model in place for the block, and give it its very weights back afterwards.
+    """Convert a model in place for the block, and restore its exact weights afterwards.
 
     Yields:
-        Its converted layers by name.
+        The converted layers by name.
 
     Raises:
         ValueError: the model is converted already; or as `get_metis_model`. It is then unchanged.
@@ -123,11 +123,11 @@ def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str,
             "the model is converted already, and schemes are measured on a model in dense weights; "
             "call to_dense(model) first, or load the checkpoint that it was converted from"
         )
-    # One operand alone in four bits is nothing that FP4 units multiply.
+    # FP4 units cannot multiply with only one operand in four bits.
     config = config.replace(backend="emulated")
     needs_grad = {name: p.requires_grad for name, p in model.named_parameters()}
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
-    # Fused experts become one weight again from their layers, which stored factors round.
+    # Fused experts are rebuilt from their layers, which rounds if the layers store factors.
     plain = config.replace(scheme_pattern={})
     splits = any(
         build_scheme(plain.replace(scheme=scheme), 256, 256).weight.is_split
@@ -150,14 +150,14 @@ def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str,
             parameter.grad = None
 
 
-Part = MetisLayer | AttentionProducts  # what of a model computes by a scheme
+Part = MetisLayer | AttentionProducts  # modules with a scheme
 
 
 @contextlib.contextmanager
 def running(layers: Mapping[str, Part], schemes: Mapping[str, Scheme] | None = None):
-    """Run layers, and attention, in other schemes for the block; what is not named runs exactly.
+    """Switch layers and attention to other schemes for the block; parts without one run exactly.
 
-    The layers' states and parameters stay as they are.
+    The layers' states and parameters are unchanged.
     """
     before = {name: (layer.scheme, layer.eval_scheme) for name, layer in layers.items()}
     exact = Scheme()
@@ -180,8 +180,8 @@ def _forget(part: Part) -> None:
 
 
 def trainable(layers: dict[str, MetisLayer]) -> dict[str, nn.Parameter]:
-    """Return the matrix of each layer whose gradient stands for the weight's: [o i] or [i o]."""
+    """Return each layer's matrix whose gradient stands for the weight's: [o i] or [i o]."""
     return {
-        name: getattr(layer, layer.weight_form.names[-1])  # of a split weight: of its residual
+        name: getattr(layer, layer.weight_form.names[-1])  # the residual of a split weight
         for name, layer in layers.items()
     }
