@@ -51,7 +51,7 @@ __all__ = [
     "to_dense",
 ]
 
-# Imported when first used: they need transformers' models and Trainer, which take seconds.
+# Imported on first use: these need transformers' models and Trainer, which load for seconds.
 _LAZY = {
     "DistillTrainer": "training.distillation",
     "DistillTrainerMixin": "training.distillation",
@@ -84,7 +84,7 @@ register_on_import()
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         value = getattr(importlib.import_module(f"metis_hf.{_LAZY[name]}"), name)
-        globals()[name] = value  # the next time without this call
+        globals()[name] = value  # later lookups bypass __getattr__
         return value
     raise AttributeError(f"module 'metis_hf' has no attribute {name!r}")
 

@@ -1,6 +1,7 @@
-"""MetisConfig: everything that decides how a model is quantized.
+"""MetisConfig: the options that decide how a model is quantized.
 
-Frozen, checked once, JSON both ways. `schemes/` says what a scheme does with these values.
+A config is frozen, validated on construction, and converts to and from JSON. `schemes/` defines
+what each scheme does with the values.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "two_level": (True, False),
     "split_weight": (None, True, False, "side-branch"),
 }
-# A config is read from other people's checkpoints: no value may make a model run for ever.
-_LARGEST = 2**24  # more than any dimension of a weight, and than any number of blocks
+# Configs come from other people's checkpoints: no value may make a model run forever.
+_LARGEST = 2**24  # exceeds any dimension of a weight and any number of blocks
 _MOST_NAMES = 10_000  # in a list or a mapping: more than any model has linear layers
 _MOST_CHARACTERS = 10_000  # in all regular expressions of a config; plain names do not count
-# A ratio .9 of neighbouring singular values has become .9^129 = 1e-6 after 64 iterations.
+# After 64 iterations, a ratio of .9 between neighboring singular values has become .9^129 = 1e-6.
 _INTEGERS = {  # field -> least, most
     "rank": (1, _LARGEST), "rank_multiple": (1, _LARGEST),
     "keep_first_blocks": (0, _LARGEST), "keep_last_blocks": (0, _LARGEST), "n_iter": (0, 64),
@@ -44,7 +45,7 @@ _OPTIONAL = {"rank", "rank_multiple", "gradient_rank_frac", "attention", "format
              "exclude_modules", "modules_to_not_convert"}  # fmt: skip
 _TUPLES = ("decompose", "target_modules", "exclude_modules", "high_precision",
            "modules_to_not_convert", "layers_to_transform")  # fmt: skip
-# Records read as they did before there was a choice.
+# `to_dict` omits these at their defaults, so that records made before they existed stay equal.
 _NAMED_IF_CHOSEN = ("format", "attention", "gradient_rank_frac", "backend", "outer_scale",
                     "subspace_interval", "subspace_refinements")  # fmt: skip
 _MAPPINGS = ("rank_pattern", "scheme_pattern")
@@ -56,29 +57,32 @@ class MetisConfig:
 
     Args:
         scheme: a registered scheme: "metis", "metis-paper", "nvidia", "nvfp4", "bf16", ...
-        rank_frac: share of min(in_features, out_features) directions kept apart (paper: 1.5 %).
-        rank: number of directions of every layer, instead of `rank_frac`; 1 to 2**24.
-        rank_multiple: a rank from `rank_frac` is rounded up to a multiple of this (1 to 2**24);
-            None takes the scheme's own: at least 48 and a multiple of 16, one block, for "metis";
-            32 where `split_weight` stores factors, under any scheme but "metis-paper"; there 1.
-        gradient_rank_frac: directions of output gradients as a share of the rank, rounded up;
+        rank_frac: rank as a share of min(in_features, out_features) (paper: 1.5 %).
+        rank: rank of every layer, instead of `rank_frac`; 1 to 2**24.
+        rank_multiple: a rank from `rank_frac` is rounded up to a multiple of this (1 to 2**24).
+            None takes the scheme's own: 16 (one block) and at least 48 for "metis"; 1 for
+            "metis-paper"; 16 for a side branch; 32 for any other scheme, and for "metis", with
+            `split_weight=True`.
+        gradient_rank_frac: rank of output gradients as a share of the layer's rank, rounded up;
             None takes the scheme's own (a quarter for "metis", all for "metis-paper").
-        sample_frac: rows, or sums of rows, that the activation and gradient subspaces are estimated
-            from, as a share of the tokens (paper: 1 % of sequences); at least
-            4 (rank + 8), under `metis` 16.
+        sample_frac: rows, or sums of rows, from which the subspaces of activations and gradients
+            are estimated, as a share of the tokens (paper: 1 % of sequences); at least
+            4 (rank + 8), or 16 (rank + 8) under "metis".
         n_iter: power iterations of the range finder, 0 to 64. Each costs time in every call.
-        subspace_interval: optimizer steps for which layers keep the subspaces of inputs and output
-            gradients, by MetisCallback or `layer_states.after_step`; 1 finds them in every call
-            (the paper's conference version: 8).
-        subspace_refinements: products with each batch's Gram matrix that a kept one takes, 0 to 64.
+        subspace_interval: optimizer steps between searches for the subspaces of inputs and output
+            gradients; layers reuse them in between, with MetisCallback or
+            `layer_states.after_step`. 1 searches in every call (the paper's conference version: 8).
+        subspace_refinements: multiplications of a reused subspace by each batch's Gram matrix,
+            0 to 64.
         decompose: tensors that "metis", "metis-paper" and the released schemes split: any of
             "weight", "activation", "gradient"; None takes the scheme's own: activations and
             gradients for "metis", all three for the others.
-        split_weight: store weights as trainable u, s, vh and residual (True) or as one matrix
-            (False), under any scheme but "w4a4" and "w4a16"; "side-branch": the same factors in
-            high precision, reading the unquantized input beside the GEMM of the residual. None
-            takes the scheme's own: True for "metis-paper", "bf16-split" and "svdquant",
-            "side-branch" for "metis-released" and "mean-released", False for the others.
+        split_weight: True stores weights as trainable u, s, vh and residual, False as one matrix;
+            "side-branch" stores the same factors, keeps them in high precision and applies them to
+            the unquantized input, in parallel with the residual's GEMM. None takes the scheme's
+            own: True for "metis-paper", "bf16-split" and "svdquant", "side-branch" for
+            "metis-released" and "mean-released", False for the others. "w4a4" and "w4a16" never
+            split.
         operand_mode: "shared", one quantized copy of a tensor for all its GEMMs (the paper), or
             "contraction", one per GEMM with blocks along its contraction dimension (hardware);
             None takes the scheme's own.
@@ -90,33 +94,35 @@ class MetisConfig:
         scale_rounding: rounding of block scales, overriding the scheme's.
         high_precision: passes that run unquantized: any of "forward", "backward".
         attention: the scheme that quantizes the two products of attention, queries by keys and
-            probabilities by values; None leaves them as they are (`layers.attention`).
+            probabilities by values; None leaves them unquantized (`layers.attention`).
         two_level: one fp32 scale per tensor above the block scales. False warns: without it,
             block scales underflow E4M3 and gradients become zero.
-        outer_scale: "tensor" has that fp32 scale for a tensor, "token" for each row of inputs and
-            output gradients, where blocks lie along the rows. Weights, and copies with blocks
-            along tokens, keep one for the tensor.
+        outer_scale: "tensor" has one such fp32 scale per tensor, "token" one per row of inputs and
+            output gradients, in copies whose blocks lie along the rows. Weights, and copies with
+            blocks along tokens, keep one per tensor.
         target_modules: "all-linear", a regular expression for full names, or a list of name
-            suffixes; as in PEFT. Lists and mappings have at most 10,000 entries. RE2 matches
-            regular expressions, here and below: it has no look-arounds and no back-references.
-        exclude_modules: layers to leave out, in the same two forms. With "all-linear" or a regular
-            expression the output head, routers and weights tied to others stay as they are too.
-        modules_to_not_convert: names of modules, or regular expressions for them, that stay as
-            they are with everything inside.
+            suffixes; as in PEFT. Lists and mappings have at most 10,000 entries. Regular
+            expressions, here and below, are RE2: no look-arounds, no back-references.
+        exclude_modules: layers to leave out, as a regular expression or a list. With "all-linear"
+            or a regular expression in `target_modules`, the output head, routers and tied weights
+            are left out too.
+        modules_to_not_convert: names of modules, or regular expressions for them, to leave
+            unconverted with everything inside them.
         layers_to_transform: indices of the transformer blocks to convert; needs a list in
             `target_modules`.
         layers_pattern: name of the list of blocks ("layers", "h"), for `layers_to_transform`.
-        rank_pattern: name suffix or regular expression -> rank, overriding `rank` for layers.
-        scheme_pattern: the same -> scheme, overriding `scheme`: {"down_proj": "bf16"}.
+        rank_pattern: name suffix or regular expression -> rank of the layers that match.
+        scheme_pattern: name suffix or regular expression -> scheme of the layers that match:
+            {"down_proj": "bf16"}.
         keep_first_blocks: transformer blocks at the start that stay in high precision.
-        keep_last_blocks: transformer blocks at the end that stay in high precision. The blocks of
-            the outermost list are counted: in hierarchical models (Swin) stages.
+        keep_last_blocks: transformer blocks at the end that stay in high precision. The outermost
+            list of blocks is counted; in hierarchical models (Swin) its entries are stages.
         refresh_interval: optimizer steps between re-decompositions of stored u, s, vh and
-            residual by MetisCallback; 0 never refreshes, as the paper.
+            residual by MetisCallback; 0 never refreshes, as in the paper.
         backend: what computes the GEMMs: "emulated", in the model's precision on any device;
-            "native", the FP4 units of a GPU that has them, an error where a layer or a device
-            does not allow it; "auto", native where it can be and emulated elsewhere, as the report
-            of the conversion says.
+            "native", the FP4 units of a GPU, with an error where a layer or device cannot use
+            them; "auto", native where possible and emulated elsewhere, as the conversion report
+            says.
         seed: seed of all noise (stochastic rounding, sampled rows, signs, sketches); 64 bits.
 
     Raises:
@@ -164,7 +170,7 @@ class MetisConfig:
             object.__setattr__(self, "layers_to_transform", (self.layers_to_transform,))
         for name in _TUPLES:
             value = getattr(self, name)
-            if isinstance(value, list | set | frozenset):  # a set's order differs by process
+            if isinstance(value, list | set | frozenset):  # a set's order differs between processes
                 values = value if isinstance(value, list) else sorted(value, key=repr)
                 object.__setattr__(self, name, tuple(values))
         for name in _MAPPINGS:
@@ -181,7 +187,7 @@ class MetisConfig:
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        """The names of all schemes: of most layers, of `scheme_pattern`, of attention."""
+        """The names of all schemes in `scheme`, `scheme_pattern` and `attention`."""
         named = (self.scheme, *self.scheme_pattern.values(), self.attention)
         return tuple(dict.fromkeys(name for name in named if name is not None))
 
@@ -195,7 +201,7 @@ class MetisConfig:
         return self.replace(**changes) if changes else self
 
     def for_attention(self) -> MetisConfig:
-        """Return the config of the products of attention: as of a layer without a weight."""
+        """Return the config of the two products of attention, which have no stored weight."""
         assert self.attention is not None
         return self.replace(
             scheme=self.attention, operand_mode="contraction", outer_scale="tensor",
@@ -207,7 +213,7 @@ class MetisConfig:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it JSON-ready, with the keys transformers looks for in `quantization_config`."""
+        """Return a JSON-ready dict, with the keys of transformers' `quantization_config`."""
         values: dict[str, Any] = {
             "quant_method": self.quant_method,
             "format_version": self.format_version,
@@ -220,11 +226,11 @@ class MetisConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MetisConfig:
-        """Make a config from the mapping that `to_dict` gives.
+        """Make a config from the mapping that `to_dict` returns.
 
         Raises:
-            ValueError: no mapping, a value that its field does not take, an unknown key (the
-                nearest known one is named), or a config written by a newer version of this package.
+            ValueError: `values` is no mapping, a field rejects its value, a key is unknown (the
+                message names the nearest known one), or a newer version of this package wrote it.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a Metis config is a mapping of options; got {shown(values)}")
@@ -243,7 +249,7 @@ class MetisConfig:
                 f"this config has format_version {shown(version)}, the installed metis_hf reads "
                 f"up to {cls.format_version}; upgrade metis_hf"
             )
-        if values.pop("oversample", 0):  # up to 0.2: spare columns, for about a product's worth
+        if values.pop("oversample", 0):  # up to 0.2: extra columns, worth about one iteration
             values["n_iter"] = values.get("n_iter", 1) + 1
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
@@ -260,7 +266,7 @@ class MetisConfig:
 
     @classmethod
     def from_json(cls, text: str) -> MetisConfig:
-        """Make a config from the text that `to_json` gives; errors as in `from_dict`."""
+        """Make a config from the text that `to_json` returns; errors as in `from_dict`."""
         try:
             values = json.loads(text)
         except RecursionError:
@@ -285,7 +291,7 @@ def _check(config: MetisConfig) -> None:
 
 
 def _rules(config: MetisConfig) -> Iterator[tuple[str, bool, str]]:
-    """Yield each field, whether its value is right, and what is expected."""
+    """Yield (field, whether its value is valid, description of valid values)."""
     value: Any
     for name in ("scheme", "attention", "format"):
         kind = "format" if name == "format" else "scheme"
@@ -330,7 +336,7 @@ def _rules(config: MetisConfig) -> Iterator[tuple[str, bool, str]]:
 
 
 def _check_blocks(config: MetisConfig) -> None:
-    """Refuse block indices that are none, or that PEFT's matching would silently ignore."""
+    """Refuse invalid block indices, and ones that PEFT's matching would silently ignore."""
     layers, pattern = config.layers_to_transform, config.layers_pattern
     named = isinstance(pattern, str) and re.fullmatch(r"[\w.]{1,200}", pattern)
     if pattern is not None and not named:
@@ -358,7 +364,7 @@ def _check_blocks(config: MetisConfig) -> None:
 
 
 def _check_expressions(config: MetisConfig) -> None:
-    """Refuse texts that are no regular expressions, or too many of them."""
+    """Refuse invalid regular expressions, and more than `_MOST_CHARACTERS` in all of them."""
     fields: dict[str, Callable[[str], Any]] = {
         "target_modules": patterns.name_pattern,
         "exclude_modules": patterns.name_pattern,
@@ -370,7 +376,7 @@ def _check_expressions(config: MetisConfig) -> None:
     for name, matcher in fields.items():
         value = getattr(config, name)
         if isinstance(value, tuple) and name != "modules_to_not_convert":
-            continue  # names in full, and ends of names
+            continue  # full names and suffixes, not expressions
         for text in (value,) if isinstance(value, str) else value or ():
             try:
                 matcher(text)

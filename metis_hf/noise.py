@@ -1,9 +1,9 @@
-"""Noise without state: a pure function of a key and an element's index.
+"""Stateless noise: a pure function of a key and an element's index.
 
-Layers derive their keys from (seed, layer, rank, operand) and a fingerprint of the very tensors
-that they quantize. So nothing is drawn from torch's generators, a recomputed forward pass
-(activation checkpointing of any kind) and a resumed run see the same noise as the original, and no
-step counter has to be kept in step.
+Layers derive their keys from (seed, layer, rank, operand) and a fingerprint of the tensors that
+they quantize. Layers therefore draw nothing from torch's generators, need no step counter, and see
+the same noise again when a forward pass is recomputed (any kind of activation checkpointing) or a
+run is resumed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Words = TypeVar("Words", Tensor, NDArray[np.int32])
 
-SAMPLES = 256  # of a fingerprint, at most
-_PLACES_KEPT = 512  # numbers of elements, and shapes of tensors that are not contiguous
-_LARGEST_LAUNCH = 2**31 - 1024  # elements: kernels count in 32 bits
-_LARGEST_ON_HOST = 2**16  # elements: torch hashes more of them on several threads
+SAMPLES = 256  # most elements that a fingerprint hashes
+_PLACES_KEPT = 512  # results in the caches of `_places` and `_places_in`
+_LARGEST_LAUNCH = 2**31 - 1024  # elements: kernels use 32-bit indices
+_LARGEST_ON_HOST = 2**16  # elements: torch hashes larger tensors, on several threads
 _MASK32 = 0xFFFFFFFF
 _LANES = 16  # consecutive elements of a row that share the first half of the hash
 # Multipliers of the "lowbias32" integer hash (C. Wellons, hash-prospector), as signed int32.
@@ -38,13 +38,12 @@ _M2 = 0x846CA68B - (1 << 32)
 
 
 class Key(NamedTuple):
-    """The identity of a use of noise: all that noise depends on besides the element index.
+    """The identity of one use of noise: all that the noise depends on besides the element index.
 
     Attributes:
         static: 32 bits known to the host; folding costs nothing on the device.
-        data: 0-dim int32 tensor known to the device only (a fingerprint), or None.
-        scratch: memory of the call that the key belongs to, for kernels; noise does not depend on
-            it.
+        data: 0-dim int32 tensor on the device (a fingerprint), or None.
+        scratch: `Scratch` memory of the layer's call, for kernels; the noise does not depend on it.
     """
 
     static: int
@@ -52,18 +51,18 @@ class Key(NamedTuple):
     scratch: Any = None
 
     def fold(self, part: int) -> Key:
-        """Return another key, for another use of noise in the same call."""
-        # Spelled out: torch.compile of 2.8 does not trace into `_replace`.
+        """Return a different key, for another use of noise in the same call."""
+        # Not `_replace`: torch.compile in torch 2.8 cannot trace it.
         return Key(_mix(self.static ^ (part * 0x9E3779B1 & _MASK32)), self.data, self.scratch)
 
     def with_data(self, data: Tensor) -> Key:
-        """Return this key made to depend on `data` (0-dim int32) too."""
+        """Return a key that also depends on `data` (0-dim int32)."""
         data = data if self.data is None else self.data + data
         return Key(self.static, data, self.scratch)
 
 
 def data_on_host(key: Key) -> int | None:
-    """Return the data of a key where the host knows it without waiting for a device, else None."""
+    """Return the data of a key if the host can read it without waiting for a device, else None."""
     return int(key.data) if key.data is not None and _on_host(key.data) else None
 
 
@@ -73,10 +72,10 @@ def key_of(*parts: int | str) -> Key:
 
 
 def as_key(key: Key | int | None) -> Key:
-    """Make a key from what callers may give for one.
+    """Return `key` as a `Key`; an int becomes the static part.
 
     Raises:
-        ValueError: None.
+        ValueError: `key` is None.
     """
     if key is None:
         raise ValueError("this quantizer needs a noise key; pass key=...")
@@ -91,7 +90,7 @@ def _mix(h: int) -> int:
 
 
 def _signed(h: int) -> int:
-    """Return the same 32 bits as a number that int32 arithmetic accepts."""
+    """Reinterpret 32 bits as a signed int32."""
     return (h & _MASK32) - ((h & 0x80000000) << 1)
 
 
@@ -105,7 +104,7 @@ def _hash(h: Words) -> Words:
 
 
 def _xor_with_upper(h: Words, shift: int) -> Words:
-    """Compute h ^ h >> shift in place, of 32 bits without a sign."""
+    """Compute h ^ (h >> shift) in place, with a logical shift of 32 bits."""
     upper = h >> shift
     upper &= _MASK32 >> shift
     h ^= upper
@@ -113,9 +112,9 @@ def _xor_with_upper(h: Words, shift: int) -> Words:
 
 
 def _on_host(data: Tensor) -> bool:
-    """Return whether numpy may read a tensor, which has a fraction of torch's cost for a call.
+    """Return whether numpy may read a tensor; numpy's overhead per call is a fraction of torch's.
 
-    Not while torch traces, in whatever way, nor what only stands for a tensor.
+    False while torch traces in any way, and for tensor subclasses such as fake tensors.
     """
     return (
         not torch.compiler.is_compiling()
@@ -130,15 +129,15 @@ def _on_host(data: Tensor) -> bool:
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """Return 32 bits that change when the tensor does: a hash of 256 elements, or of all if fewer.
+    """Return a 32-bit hash of 256 elements of a tensor, or of all elements if there are fewer.
 
-    Every sample is mixed with its place by itself before the sum: signs, powers of two and 16-bit
-    values, which differ in few bits of their fp32 form, count in full.
+    Each sample is hashed together with its index before the sum, so that values whose fp32 bits
+    differ in few places (signs, powers of two, 16-bit values) still change the whole hash.
 
     Returns:
         0-dim int32 tensor on the device of `x`; no synchronization.
     """
-    x = x.detach()  # of a parameter: kernels take plain tensors
+    x = x.detach()  # turns a parameter into a plain tensor, as kernels require
     if torch.compiler.is_compiling():
         return _fingerprint_in_graph(x)
     if x.numel():
@@ -157,7 +156,7 @@ def fingerprint(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("metis_hf::fingerprint", mutates_args=())
 def _fingerprint_in_graph(x: Tensor) -> Tensor:
-    """Return `fingerprint`, as one node of torch.compile's graph."""
+    """Compute `fingerprint` as one node of torch.compile's graph."""
     return fingerprint(x)
 
 
@@ -165,11 +164,11 @@ _fingerprint_in_graph.register_fake(lambda x: x.new_empty((), dtype=torch.int32)
 
 
 def fingerprints(x: Tensor, other: Tensor, added: int) -> tuple[Any, ...] | None:
-    """Take the fingerprints of two tensors in one launch, where that is possible; else None.
+    """Compute the fingerprints of two tensors in one launch, if there is a kernel for it.
 
     Returns:
-        (fingerprint of x, fingerprint of the other, their sum, each fingerprint plus the int32
-        `added`; the other's without; the call's scratch memory).
+        (a = fingerprint(x) + added, b = fingerprint(other) + added, a + b, fingerprint(other), the
+        call's `Scratch`), in int32 arithmetic; None if there is no kernel for these tensors.
     """
     kernels = one_launch(x.detach())
     if kernels is None or not (x.numel() and other.numel()) or x.device != other.device:
@@ -179,9 +178,9 @@ def fingerprints(x: Tensor, other: Tensor, added: int) -> tuple[Any, ...] | None
 
 
 def samples(x: Tensor) -> Tensor:
-    """Return the elements that a fingerprint is made of, in the order of a contiguous `x`.
+    """Return the elements that `fingerprint` hashes, in the order of a contiguous `x`.
 
-    A gathered few: a transposed weight is not copied.
+    Only these elements are gathered: a transposed weight is not copied.
     """
     if x.is_contiguous() or type(x) is not Tensor:
         flat = x.reshape(-1)
@@ -189,34 +188,38 @@ def samples(x: Tensor) -> Tensor:
     return x[_places_in(x.shape, x.device)]
 
 
-# Finds the module that computes noise in one launch where a tensor is; `numerics.kernels` has one.
+# Returns the module of noise kernels for a tensor's device, or None; set by `numerics.kernels`.
 _find_kernels: Callable[[Tensor], ModuleType | None] = lambda x: None  # noqa: E731
 
 
 def use_kernels_of(find: Callable[[Tensor], ModuleType | None]) -> None:
-    """Let `find` say which module computes noise in one launch; None: operation by operation."""
+    """Register the function that returns the module of noise kernels for a tensor's device.
+
+    Where `find` returns None, torch operations or numpy compute the noise.
+    """
     global _find_kernels
     _find_kernels = find
 
 
 def one_launch(x: Tensor) -> ModuleType | None:
-    """Return the module that does it in one launch on the device of `x`; None: operations do."""
+    """Return the module of noise kernels for a CUDA tensor; None if there is none."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return None
     return _find_kernels(x)
 
 
 def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
-    """Cache what a function makes of its positional arguments alone: a tensor, or a tuple of them.
+    """Cache the results of a function, a tensor or a tuple of tensors, by positional arguments.
 
-    Do not write to it. Nothing is kept inside torch.compile, which would trace through a cache, nor
-    what a mode makes without values, or without a place in autograd (`torch.inference_mode`).
-    Under FakeTensorMode, which takes no real tensor, nothing that is kept is given out.
+    Callers must not write to a result. Inside torch.compile, which would trace through the cache,
+    the cache is bypassed. Tensor subclasses (fake tensors) and inference tensors
+    (`torch.inference_mode`) are returned but not cached. Under FakeTensorMode, which accepts no
+    real tensor, cached results are not returned.
 
     Args:
         make: the function.
-        most: results that are kept, the ones used last, and all that a CUDA graph was recorded
-            with; None keeps everything.
+        most: size of the cache, which evicts the least recently used result; results used while a
+            CUDA graph was captured stay and do not count. None caches everything.
     """
     kept: dict[Any, T] = {}
     recorded: set[Any] = set()
@@ -238,7 +241,7 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 recorded.add(args)
             with lock:
-                kept[args] = kept.pop(args, made)  # behind all others
+                kept[args] = kept.pop(args, made)  # to the end: most recently used
                 if len(kept) - len(recorded) > most:
                     for old in [key for key in kept if key not in recorded][:-most]:
                         kept.pop(old, None)
@@ -248,18 +251,18 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
 
 
 def _fakes_tensors() -> bool:
-    """Tell whether FakeTensorMode is on."""
-    if not torch._C._len_torch_dispatch_stack():  # the common case, and much the faster question
+    if not torch._C._len_torch_dispatch_stack():  # the common case, and a much cheaper check
         return False
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @functools.partial(constant, most=_PLACES_KEPT)
 def _places(count: int, device: torch.device) -> Tensor:
-    """Return where the samples of a fingerprint lie among `count` elements, int64 [n].
+    """Return the indices of a fingerprint's samples among `count` elements, int64 [n].
 
-    One in each of n equal parts, at a hashed place in it. Evenly spaced ones would fall in step
-    with rows: they would see the same columns of each, or the first token of every sequence.
+    The elements are cut into n equal parts; each part gives one sample, at a hashed offset. Evenly
+    spaced samples could alias with the row length: they would hit the same columns of every row, or
+    the first token of every sequence.
     """
     n = min(count, SAMPLES)
     part = torch.arange(n, device=device)
@@ -269,23 +272,23 @@ def _places(count: int, device: torch.device) -> Tensor:
 
 @functools.partial(constant, most=_PLACES_KEPT)
 def _places_in(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the indices, for each dimension, of a fingerprint's samples."""
+    """Return the indices of a fingerprint's samples along each dimension."""
     return torch.unravel_index(_places(shape.numel(), device), shape)
 
 
 @constant
 def _index_hash(device: torch.device) -> Tensor:
-    """Return lowbias32(index), int32, for as many indices as there are samples of a fingerprint."""
+    """Return lowbias32(i) for i = 0 .. SAMPLES - 1, int32."""
     return _hash(torch.arange(SAMPLES, device=device, dtype=torch.int32))
 
 
 def static_words(key: Key) -> tuple[int, int]:
-    """Return the host's part of a key as two signed 32-bit words."""
+    """Return the static part of a key as two signed 32-bit words."""
     return _signed(_mix(key.static)), _signed(_mix(key.static ^ 0x5BD1E995))
 
 
 def seeds(key: Key) -> tuple[int, int]:
-    """Return the two numbers, of 32 bits, that a key adds to the hash of a block."""
+    """Return a key's 32-bit (first, second); the hash of block i is hash(i + first) + second."""
     word0, word1 = static_words(key)
     data = 0 if key.data is None else int(key.data)
     first = _mix(data + word0 & _MASK32)
@@ -293,7 +296,7 @@ def seeds(key: Key) -> tuple[int, int]:
 
 
 def _element_bits(blocks: Words, lanes: Words) -> Words:
-    """Return 32 bits for each element, the upper 24 for use, from hashes of block and lane."""
+    """Combine block and lane hashes into 32 bits per element, of which the upper 24 are noise."""
     h = blocks ^ lanes
     h *= _M1
     h = _xor_with_upper(h, 15)
@@ -307,7 +310,7 @@ def _to_uniform(bits: Tensor) -> Tensor:
 
 
 def random_bits(count: int, key: Key | int, device: torch.device | str | None = None) -> Tensor:
-    """Return `count` hashed integers (int32) of (key, index); the upper 24 bits are the noise."""
+    """Return int32 [count], hashes of (key, index), of which the upper 24 bits are noise."""
     device = torch.device(device or "cpu")
     key = as_key(key)
     if torch.compiler.is_compiling():
@@ -319,8 +322,8 @@ def random_bits(count: int, key: Key | int, device: torch.device | str | None = 
         return _bits_on_host(count, Key(key.static, data))
     words = static_words(key)
     first = _hash(data + words[0])
-    # A second word, far away where two keys' first words are close: else the streams of such keys
-    # would be one stream, shifted.
+    # The second word differs widely even where the first words of two keys are close; otherwise
+    # such keys would have the same stream, shifted.
     second = _hash(first + words[1])
     index = torch.arange(-(-count // _LANES), device=data.device, dtype=torch.int32)
     blocks = _hash(index.add_(first)).add_(second)
@@ -329,7 +332,7 @@ def random_bits(count: int, key: Key | int, device: torch.device | str | None = 
 
 @torch.library.custom_op("metis_hf::random_bits", mutates_args=())
 def _bits_in_graph(count: int, static: int, data: Tensor | None, device: torch.device) -> Tensor:
-    """Return `random_bits`, as one node of torch.compile's graph."""
+    """Compute `random_bits` as one node of torch.compile's graph."""
     return random_bits(count, Key(static, data), device).clone()
 
 
@@ -339,7 +342,7 @@ def _(count: int, static: int, data: Tensor | None, device: torch.device) -> Ten
 
 
 def _bits_on_host(count: int, key: Key) -> Tensor:
-    """Return the same as `random_bits`, on the CPU."""
+    """Compute `random_bits` with numpy, for a key whose data is on the CPU."""
     assert key.data is not None
     first, second = seeds(key)
     blocks = np.arange(-(-count // _LANES), dtype=np.int32)
@@ -355,8 +358,8 @@ def uniform(
 ) -> Tensor:
     """Return fp32 noise, uniform on the multiples of 2^-24 in [0, 1).
 
-    An element's noise depends on the key, its row, and its place in the row (the last dimension):
-    rows are as good as padded to a multiple of 16.
+    An element's noise depends on the key, its row and its index in the row (the last dimension), as
+    if rows were padded to a multiple of 16 elements.
     """
     size = torch.Size(shape)
     if isinstance(key, Key) and key.data is not None and 0 < size.numel() <= _LARGEST_LAUNCH:
@@ -373,7 +376,7 @@ def uniform(
 
 
 def signs(count: int, key: Key) -> Tensor:
-    """Return `count` random signs +-1, fp32, where the data of the key is."""
+    """Return `count` random signs +-1, fp32, on the device of the key's data."""
     assert key.data is not None
     return 1.0 - 2.0 * (random_bits(count, key, key.data.device) < 0)
 

@@ -1,16 +1,16 @@
 """The two products of attention with quantized operands: scores = Q K^T, and probabilities x V.
 
-Each is a linear layer whose weight comes from a tensor, y = a @ b.T with (a, b) = (Q, K) and
-(P, V^T), and takes a scheme's operands as one does: a as x, b as w.
+Each product is a linear layer whose weight is an activation, y = a @ b.T with (a, b) = (Q, K) or
+(P, V^T). It takes the operands of a scheme as a linear layer does: a as x, b as w.
 
     fprop   y  = a_hat @ b_hat.T       scores along head_dim, context along keys
     dgrad   da = dy_hat @ b_hat        dQ along keys, dP along head_dim
     wgrad   db = dy_hat.T @ a_hat      dK and dV along queries, the heads of a group together
 
-Every GEMM has copies of its own, in blocks along what it contracts, of the tensors as they are
-before keys and values are repeated for the heads of a group. One fp32 tensor scale belongs to a
-tensor of a call: all heads and sequences. Scaling, softcap, mask and softmax are in fp32, and what
-they do to gradients is exact: quantizers are straight-through.
+Each GEMM quantizes its own copies, in blocks along its contraction dimension, before keys and
+values are repeated for the heads of a group. One fp32 tensor scale covers all heads and sequences
+of a call. Scaling, softcap, mask and softmax run in fp32 with exact gradients; quantizers are
+straight-through.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _INSTEAD = 'Choose one of plain blocks, such as attention="nvfp4-rne" or "nvidia
 
 
 def build_attention_scheme(config: MetisConfig) -> Scheme:
-    """Return the scheme of both products: operands of `config.attention`, a copy for each GEMM.
+    """Return the scheme of both products: operands of `config.attention`, one copy per GEMM.
 
     Raises:
-        ValueError: no such scheme, or one whose operands make no sense for activations alone.
+        ValueError: the scheme does not exist, or cannot quantize products of two activations.
     """
-    # The size decides ranks, which no scheme that is accepted has.
+    # Any size will do: it sets ranks, and schemes that split are refused.
     scheme = build_scheme(config.for_attention(), 64, 64)
     reason = _why_not(scheme)
     if reason is not None:
@@ -70,7 +70,7 @@ def build_attention_scheme(config: MetisConfig) -> Scheme:
 
 
 def _why_not(scheme: Scheme) -> str | None:
-    """Say why a scheme's operands cannot stand for queries, keys and values, or None."""
+    """Return why a scheme cannot quantize queries, keys and values; None if it can."""
     if scheme.corrected or scheme.splits:
         return "splits tensors, or stores weights split, which is made for layers with a weight"
     if type(scheme.weight) is not DenseWeight:
@@ -99,7 +99,7 @@ def _why_not(scheme: Scheme) -> str | None:
 
 
 def _in_own_blocks(scheme: Scheme) -> Scheme:
-    """Return a scheme whose square tiles are blocks along what each GEMM contracts."""
+    """Replace square tiles by row blocks, which run along the contraction of each GEMM."""
     changes: dict[str, Operand] = {}
     for role in Role:
         operand = scheme.resolve(role)[1]
@@ -114,7 +114,7 @@ class ProductOperands:
     """The plan of one product in one call.
 
     Attributes:
-        state: what the scheme's state froze for this call.
+        state: the scheme's state as frozen for this call.
     """
 
     scheme: Scheme
@@ -126,14 +126,14 @@ class ProductOperands:
         """Quantize a [.. m c], b [.. n c] or dy [.. m n] for the GEMM that `role` names.
 
         Returns:
-            Values of the same layout, perhaps padded along the dimension that is contracted.
+            Values in the same layout, possibly padded along the contraction dimension.
         """
         role, operand = self.scheme.resolve(role)
         if self.state is not None:
             operand = operand.bind(self.state)
         by_rows = role in (Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
         again = operand.conditioner
-        if by_rows and isinstance(again, Requantized):  # whose first copy is fprop's
+        if by_rows and isinstance(again, Requantized):  # its first copy is fprop's
             assert operand.quantizer is not None
             x = first_copy(x.reshape(-1, x.shape[-1]), operand.quantizer).view(x.shape)
             operand = replace(operand, conditioner=again.second)
@@ -179,20 +179,20 @@ class QuantizedProduct(torch.autograd.Function):
 
 
 def _merged(x: Quantized, rows: int = 0) -> Quantized:
-    """Return the rows of a group's heads [b g m n] after each other, [b g*m n]."""
+    """Concatenate the rows of a group's heads, [b g m n] -> [b g*m n], each padded to `rows`."""
     missing = max(rows - x.values.shape[-2], 0)
     values = F.pad(x.values, (0, 0, 0, missing)) if missing else x.values
     return Quantized(values.flatten(1, 2), x.scale)
 
 
 class AttentionProducts(nn.Module):
-    """The scheme by which an attention module computes its two products, without parameters.
+    """Computes the two products of an attention module by a scheme; it has no parameters.
 
     Attributes:
         scheme: of both products in training.
         eval_scheme: the same with nearest rounding everywhere.
-        plain_config: the config of the attention module before; its implementation of attention
-            runs where nothing is quantized.
+        plain_config: the original config of the attention module, which selects the implementation
+            that runs where nothing is quantized.
     """
 
     def __init__(self, config: MetisConfig, name: str, plain_config: Any = None) -> None:
@@ -202,11 +202,11 @@ class AttentionProducts(nn.Module):
         self.set_config(config)
 
     def set_config(self, config: MetisConfig) -> None:
-        """Take another config; see `build_attention_scheme` for what it raises."""
+        """Switch to another config; raises as `build_attention_scheme`."""
         scheme = build_attention_scheme(config)
         self.config, self.scheme = config, scheme
         self.eval_scheme = scheme.deterministic()
-        # Made here: torch.compile does not trace what makes a key of a string.
+        # Made here because torch.compile cannot trace `key_of`.
         self.keys = {
             kind: key_of("attention", config.seed, self.name, kind)
             for kind in ("scores", "context")
@@ -220,9 +220,9 @@ class AttentionProducts(nn.Module):
         """Return a [b g m c] @ b [b n c].T with quantized operands, [b g m n] in `dtype`.
 
         Args:
-            a: queries or probabilities, of heads in groups.
+            a: queries or probabilities, heads in groups.
             b: keys, or values transposed.
-            kind: "scores" or "context"; their noise differs by it.
+            kind: "scores" or "context"; each has its own noise.
             dtype: of the GEMMs.
         """
         refuse_unsupported(self.name, a, (b,))
@@ -253,15 +253,15 @@ class AttentionProducts(nn.Module):
             query: [b h q d]
             key: [b h' k d]; h' divides h.
             value: [b h' k e]
-            scaling: of scores.
-            blocked: bool, broadcastable to [b h q k]: where nothing is attended to. Probabilities
-                are exactly zero there, also in rows that attend to nothing.
-            bias: the same shape: added to the scores.
-            softcap: scores are softcap * tanh(scores / softcap), before the bias.
-            sinks: [h], logits that take their share of the probabilities and have no value.
+            scaling: factor of the scores.
+            blocked: bool, broadcastable to [b h q k]; True masks a key. Masked probabilities are
+                exactly zero, also in rows whose keys are all masked.
+            bias: added to the scores; broadcastable to [b h q k].
+            softcap: scores become softcap * tanh(scores / softcap), before the bias.
+            sinks: [h], logits that take a share of the probabilities but have no value.
 
         Returns:
-            (output [b h q e], probabilities [b h q k] fp32 before they are quantized).
+            (output [b h q e], probabilities [b h q k] fp32 before quantization).
         """
         dtype = gemm_dtype(query)
         batch, heads, queries, width = query.shape
@@ -285,7 +285,7 @@ class AttentionProducts(nn.Module):
 
 
 def _softmax(scores: Tensor, blocked: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Return probabilities [b h q k] of scores in fp32, zero where they are blocked."""
+    """Return probabilities [b h q k] of scores in fp32, zero where `blocked`."""
     if blocked is not None:
         scores = scores.masked_fill(blocked, torch.finfo(scores.dtype).min)
     if sinks is None:

@@ -1,4 +1,4 @@
-"""The input of a layer's call: its width, and the dtype in which its GEMMs compute."""
+"""Checks of a layer's input, and the dtype of its GEMMs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_input(name: str, x: Tensor, width: int) -> None:
 
 
 def check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
-    """Check that an input and a weight may meet in a GEMM, as torch's own layers do.
+    """Check that the dtypes of an input and a weight allow a GEMM, as torch's own layers do.
 
     Raises:
-        ValueError: their dtypes differ, and autocast does not make them one.
+        ValueError: the dtypes differ, and autocast does not unify them.
     """
     if x.dtype is weight.dtype:
         return
@@ -44,7 +44,7 @@ def check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
 def gemm_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of GEMMs with input x and of their outputs: the dtype of x, or autocast's.
 
-    As in torch's own layers: autocast leaves float64 alone.
+    As in torch's own layers, autocast does not change float64.
     """
     device = x.device.type
     if x.dtype is not torch.float64 and torch.is_autocast_enabled(device):

@@ -1,4 +1,4 @@
-"""Takes note of a layer's calls: a model or a loss that reads its weight passes its scheme by."""
+"""Records whether a layer is called: code that only reads its weight bypasses its scheme."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 
 
 class Calls:
-    """Takes note of a layer's calls in training, those that autograd records.
+    """Records whether a layer was called with gradients enabled.
 
-    Replicas of nn.DataParallel share the one of their layer.
+    Replicas of nn.DataParallel share the object of their layer.
     """
 
     def __init__(self) -> None:
         self._eager = self._traced = False
 
     def note(self) -> None:
-        """Note a call; under torch.compile its trace, which stands for the calls to come."""
+        """Record a call; under torch.compile, the trace stands for all later calls."""
         if not torch.is_grad_enabled():
             return
         if torch.compiler.is_compiling():
@@ -25,12 +25,12 @@ class Calls:
 
     @torch.compiler.assume_constant_result
     def _note_trace(self) -> bool:
-        # Dynamo runs this once, while it traces: no part of the graph, no guard, no graph break.
+        # Dynamo runs this once while tracing; it adds no graph node, no guard, no graph break.
         self._traced = True
         return True
 
     def forget(self) -> None:
-        """Forget the calls so far; a trace stays, since compiled calls do not pass here again."""
+        """Forget eager calls; a trace stays, since compiled calls do not run `note`."""
         self._eager = False
 
     @property

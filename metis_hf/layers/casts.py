@@ -1,4 +1,4 @@
-"""Buffers that keep their precision where a model is cast."""
+"""Buffers that keep their dtype when a model is cast."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 @contextmanager
 def as_integers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Make integers of a module's buffers in the block, by their bits.
+    """View buffers of a module as integers of the same size inside the block.
 
-    Casts of a model (.to(torch.bfloat16), .half()) pass over integers, and moves between devices do
-    not.
+    Casts of a model (.to(torch.bfloat16), .half()) skip integers; moves between devices do not.
     """
     dtypes = {name: module.get_buffer(name).dtype for name in names}
     for name, dtype in dtypes.items():
         setattr(module, name, module.get_buffer(name).view(_INTEGERS[dtype.itemsize]))
     try:
         yield
-    finally:  # where a device's memory is exhausted, too
+    finally:  # also after an out-of-memory error
         for name, dtype in dtypes.items():
             setattr(module, name, module.get_buffer(name).view(dtype))

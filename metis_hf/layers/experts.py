@@ -1,14 +1,14 @@
 """Fused experts of mixture-of-experts models: one quantized layer for each expert.
 
 transformers stores the experts of a layer as 3-D parameters and dispatches their forward pass
-through its experts interface. Conversion replaces a fused parameter `down_proj` by a ModuleList
-`metis_down_proj` of the layers in `linear`, one per expert, and selects the implementation
-registered here for that module alone, by a config of its own; experts that stay in high precision
-run as before. Every expert's GEMMs are quantized by themselves: its own weight, its own tokens.
-The prefix keeps the names out of the patterns by which transformers converts checkpoints.
+through its experts interface. Conversion replaces a fused parameter such as `down_proj` by a
+ModuleList `metis_down_proj` with one of the layers in `linear` per expert. It also gives the module
+its own copy of the config, which selects the implementation registered here; experts that stay in
+high precision run as before. Each expert quantizes its own weight and its own tokens. The prefix
+`metis_` keeps the names from matching the patterns by which transformers converts checkpoints.
 
-In a packed checkpoint the gate and up projections are two matrices. Such experts have a ModuleList
-`packed_gate_proj`, `packed_up_proj` or `packed_down_proj` of `PackedLinear`.
+Packed checkpoints store the gate and up projections as two matrices. Their experts have ModuleLists
+`packed_gate_proj`, `packed_up_proj` and `packed_down_proj` of `PackedLinear`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def has_fused_experts(model: nn.Module) -> bool:
-    """Return whether any module of a model is one of fused experts."""
+    """Return whether a model has fused experts."""
     return any(is_fused_experts(module) for module in model.modules())
 
 
@@ -61,12 +61,12 @@ def expert_shape(module: nn.Module, name: str) -> tuple[int, int]:
 
 
 def replace_fused(module: nn.Module, name: str, layers: Sequence[nn.Module]) -> None:
-    """Put one layer per expert in the place of a fused weight (and its bias)."""
+    """Replace a fused weight and its bias by one layer per expert."""
     _put_lists(module, name, {_PREFIX + name: layers})
 
 
 def replace_packed(module: nn.Module, name: str, layers: Mapping[str, Sequence[nn.Module]]) -> None:
-    """Put packed layers, one per expert for each of `parts_of`, in the place of a fused weight."""
+    """Replace a fused weight by packed layers: one per expert for each of `parts_of`."""
     _put_lists(module, name, {_PACKED + part: each for part, each in layers.items()})
 
 
@@ -79,7 +79,7 @@ def _put_lists(module: nn.Module, name: str, lists: Mapping[str, Sequence[nn.Mod
         module._dense_config = module.config
         module.config = copy.deepcopy(module.config)
         module.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
-        # Before the module is drawn, its layers are, as the modules that they are.
+        # `Module.apply` would initialize the module without its fused weights.
         module.apply = functools.partial(_apply, module)  # type: ignore[method-assign]
     module._is_hf_initialized = True  # type: ignore[assignment]  # its own initializer would look for the fused weight
 
@@ -87,7 +87,7 @@ def _put_lists(module: nn.Module, name: str, lists: Mapping[str, Sequence[nn.Mod
 def fuse_again(module: nn.Module, name: str) -> None:
     """Undo `replace_fused`: stack the weights that the layers represent.
 
-    A fused weight trains if any expert's weight does.
+    The fused weight is trainable if any expert's weight is.
     """
     layers: Any = layers_of(module, name)
     del module._modules[_PREFIX + name]
@@ -117,27 +117,27 @@ def _fuse(module: nn.Module, name: str, weights: list[Tensor], trainable: bool) 
 
 
 def _leave(module: nn.Module) -> None:
-    """Give experts whose weights are all fused again their own implementation back."""
+    """Restore the original implementation of experts once all their weights are fused again."""
     if not (converted_names(module) or packed_names(module)):
         module.config = module._dense_config
         del module._dense_config, module.apply
 
 
 def _apply(module: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
-    """Do what `Module.apply` does, for experts whose weights are in layers."""
+    """Replace `Module.apply` for experts whose weights are in layers."""
     for child in module.children():
         child.apply(fn)
     fused = {name: list(layers_of(module, name)) for name in converted_names(module)}
     try:
         apply_to_experts(module, fn, fused)
-    except AttributeError as error:  # an initializer, and packed weights, of which none is drawn
+    except AttributeError as error:  # an initializer of packed weights, which are never drawn
         if not any(f"'{name}" in str(error) for name in packed_names(module)):
             raise
     return module
 
 
 def converted_names(module: nn.Module) -> list[str]:
-    """Return names of the fused weights that were replaced in a module; mostly none."""
+    """Return names of the fused weights that were replaced in a module; usually none."""
     return [name for name in _WEIGHTS if _PREFIX + name in module._modules]
 
 
@@ -147,7 +147,7 @@ def layers_of(module: nn.Module, name: str) -> nn.ModuleList:
 
 
 def packed_names(module: nn.Module) -> list[str]:
-    """Return names of the fused weights in whose place a module has packed layers; mostly none."""
+    """Return names of the fused weights that packed layers replace in a module; usually none."""
     own = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
     return [key for key in own if _PACKED + parts_of(module, key)[0] in module._modules]
 
@@ -158,12 +158,12 @@ def packed_list(part: str) -> str:
 
 
 def parts_of(module: nn.Module, name: str) -> tuple[str, ...]:
-    """Return the parts of a fused weight, as packed checkpoints call them."""
+    """Return the names that packed checkpoints give to the parts of a fused weight."""
     return ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
 
 
 def part_rows(module: nn.Module, name: str, part: str, out_features: int) -> slice:
-    """Return the rows of an expert's fused matrix [o i] that are one of `parts_of`."""
+    """Return the rows of an expert's fused matrix [o i] that hold one of `parts_of`."""
     parts = parts_of(module, name)
     at, count = parts.index(part), len(parts)
     if not getattr(module, "is_concatenated", True):
@@ -173,7 +173,7 @@ def part_rows(module: nn.Module, name: str, part: str, out_features: int) -> sli
 
 
 def _join(module: nn.Module, parts: list[Tensor]) -> Tensor:
-    """Return the columns of a fused projection from its parts' columns."""
+    """Join the columns of the parts to the columns of a fused projection."""
     if not getattr(module, "is_concatenated", True):
         return torch.stack(parts, -1).flatten(-2)
     return torch.cat(parts, -1)
@@ -182,7 +182,7 @@ def _join(module: nn.Module, parts: list[Tensor]) -> Tensor:
 def experts_forward(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Run converted experts, in the signature of transformers' experts interface.
+    """Run converted experts, with the signature of transformers' experts interface.
 
     Args:
         module: the experts.
@@ -199,13 +199,13 @@ def experts_forward(
             f"experts implementation {IMPLEMENTATION!r} is for converted experts, and these are "
             "not: get_metis_model selects it by itself"
         )
-    parallel = getattr(module, "_is_expert_parallel", False)  # not told by transformers 5.10
+    parallel = getattr(module, "_is_expert_parallel", False)  # transformers 5.10 does not set it
     if parallel or is_hooked(module):
         raise NotImplementedError(f"converted experts, and {EXPERT}. {FSDP2_INSTEAD}")
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     tokens, top_k = top_k_index.shape
     expert = top_k_index.reshape(-1)
-    order = expert.argsort(stable=True)  # pairs (token, choice) by expert
+    order = expert.argsort(stable=True)  # (token, choice) pairs, sorted by expert
     counts = torch.bincount(expert, minlength=module.num_experts).tolist()
     rows = order // top_k
     first: Any = layers_of(module, names[0])[0] if names else None  # all share the model's mask
@@ -221,11 +221,11 @@ def experts_forward(
         h = _project(module, up_name, index, hidden_states[mine], row_mask)
         h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
         outputs.append(_project(module, "down_proj", index, h, row_mask))
-    y = torch.cat(outputs) if outputs else hidden_states[rows]  # of no token
+    y = torch.cat(outputs) if outputs else hidden_states[rows]  # there are no tokens
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     y = y * top_k_weights.reshape(-1)[order, None]
-    # Back in the order of the tokens, and summed over their choices without atomics.
+    # Restore the order of the tokens, and sum over their choices without atomics.
     y = y[order.argsort()].view(tokens, top_k, y.shape[-1]).sum(1)
     unvisited = [index for index, count in enumerate(counts) if not count]
     layers = [
@@ -240,9 +240,9 @@ def experts_forward(
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Its first argument; parameters get gradients of zero, as unvisited slices of a fused weight.
+    """Identity in y that gives `params` zero gradients, as unvisited slices of a fused weight get.
 
-    FSDP2 and DDP reduce the same parameters on all ranks, and each rank visits other experts.
+    FSDP2 and DDP reduce the same parameters on all ranks, but each rank visits different experts.
     """
 
     @staticmethod

@@ -4,11 +4,12 @@
     dgrad   dx = dy_hat @ w_hat         [t o] @ [o i] -> [t i]
     wgrad   dw = dy_hat.T @ x_hat       [o t] @ [t i] -> [o i]
 
-A scheme may add to a GEMM what rounding took off one operand; see `corrections`.
+A scheme may add the rounding error of one operand to a GEMM; see `corrections`.
 
 Quantizers are straight-through, so dw reaches the stored parameters by the chain rule through
-w_hat alone. Parameters are saved, never their quantized copies: w_hat is made again in backward.
-Of x its codes and scales are saved, from which backward has x_hat to the bit; see `SavedInput`.
+w_hat alone. Autograd saves parameters, never their quantized copies: backward quantizes w again.
+Of x it saves codes and scales, from which backward restores the same bits of x_hat; see
+`SavedInput`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from metis_hf.schemes.roles import Role
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """The plan of one call of a layer; the static part is the layer's, the keys are the call's."""
+    """The plan of one call of a layer: the settings, noise keys and caches of its three GEMMs."""
 
     scheme: Scheme
     weight: WeightForm
@@ -45,11 +46,11 @@ class GemmPlan:
     row_mask: Tensor | None = None
     saves_input: bool = True  # a backward pass with wgrad may follow
     source: weakref.ref[Tensor] | None = None  # the layer's input, which other layers may read
-    state: Any = None  # what the scheme's `LayerState` froze for this call
-    kept: KeptWeight | None = None  # w_hat of earlier calls with the same parameters
+    state: Any = None  # the scheme's `LayerState` as frozen for this call
+    kept: KeptWeight | None = None  # cache of w_hat from earlier calls
 
     def resolve(self, role: Role) -> tuple[Role, Operand]:
-        """Call `Scheme.resolve`, for conditioners that know the call's state."""
+        """Call `Scheme.resolve`, and bind the operand to the call's state."""
         role, operand = self.scheme.resolve(role)
         return role, operand if self.state is None else operand.bind(self.state)
 
@@ -66,13 +67,13 @@ class GemmPlan:
         return self.weight.quantize(params, operand, **options)
 
     def _comes_again(self, role: Role, operand: Operand) -> bool:
-        """Return whether the next call has an operand that is equal to this call's."""
+        """Return whether the next call's operand equals this call's, so that it can be cached."""
         if role is Role.DGRAD_WEIGHT and not self.keys.trains and operand.draws:
-            return False  # of a frozen weight, whose key is of the call
+            return False  # a frozen weight's key depends on the call
         return operand.conditioner.comes_again or operand == self.scheme.resolve(role)[1]
 
     def expect(self, *operands: tuple[Role, Tensor]) -> None:
-        """Let kernels find the largest magnitudes of these operands, which come next, together."""
+        """Let kernels compute the amax of these operands, which come next, in one launch."""
         scratch = self.keys.scratch
         if scratch is None:
             return
@@ -102,7 +103,7 @@ class GemmPlan:
     def dgrad(
         self, dy: Tensor, d_hat: Quantized, params: Sequence[Tensor], w_hat: Quantized
     ) -> Tensor:
-        """Return dx [t i]"""
+        """Return dx [t i]."""
         corrected, terms = self._corrected(dy), []
         if Role.DGRAD_GRAD_OUTPUT in corrected:
             terms.append(self._term(Role.DGRAD_GRAD_OUTPUT, dy, d_hat, by_rows(w_hat)))
@@ -113,7 +114,7 @@ class GemmPlan:
         return self.multiply(d_hat, w_hat, terms=terms)
 
     def wgrad(self, dy: Tensor, d_hat: Quantized, x_hat: Quantized) -> Tensor:
-        """Return dw [o i]"""
+        """Return dw [o i]."""
         d_hat_t, terms = d_hat.transposed(), []
         if Role.WGRAD_GRAD_OUTPUT in self._corrected(dy):
             terms.append(self._term(Role.WGRAD_GRAD_OUTPUT, dy.T, d_hat_t, by_rows(x_hat)))
@@ -126,7 +127,7 @@ class GemmPlan:
         bias: Tensor | None = None,
         terms: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
-        """Run `scaled_product`; a plan for other units overrides it."""
+        """Run `scaled_product`; `NativePlan` overrides it."""
         return scaled_product(a, b, bias, terms)
 
     def _corrected(self, x: Tensor) -> frozenset[Role]:
@@ -144,7 +145,7 @@ class GemmPlan:
         *,
         on_right: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the second term of the operand at `role`; see `corrections.term_of`."""
+        """Return the correction term of the operand at `role`; see `corrections.term_of`."""
         _, operand = self.resolve(role)
         assert operand.quantizer is not None
         key = self.keys.of_correction(role)
@@ -152,7 +153,7 @@ class GemmPlan:
         return term_of(x, x_hat, other, operand.quantizer, **options)
 
     def matrix_operand(self, role: Role, x: Tensor) -> Quantized:
-        """Return x_hat or dy_hat, for the GEMM that `role` names."""
+        """Return x_hat or dy_hat for the GEMM that `role` names."""
         role, operand = self.resolve(role)
         return operand(
             x,
@@ -163,7 +164,7 @@ class GemmPlan:
         )
 
     def input_operand(self, x: Tensor) -> tuple[Quantized, SavedInput]:
-        """Return x_hat for fprop, and what is saved of x for wgrad."""
+        """Return x_hat for fprop, and the saved form of x for wgrad."""
         role, operand = self.resolve(Role.WGRAD_INPUT)
         shared = role is Role.FPROP_INPUT
         if self.saves_input and operand.has_codes(x):
@@ -192,7 +193,7 @@ class GemmPlan:
         return x_hat, SavedInput("input", (x,))
 
     def wgrad_input(self, saved: SavedInput, shape: tuple[int, int]) -> Quantized:
-        """Return x_hat for wgrad, from what forward saved of x."""
+        """Return x_hat for wgrad from the saved form of x."""
         if saved.kind == "dense":
             x_hat, scale, *low = saved.tensors
             assert x_hat is not None
@@ -208,7 +209,7 @@ class GemmPlan:
 
 
 def contracted_dim(role: Role) -> int:
-    """Return the dimension of x or dy along which the GEMM of that role sums."""
+    """Return the dimension of x or dy that the GEMM of that role contracts."""
     return 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
 
 
@@ -218,7 +219,7 @@ def scaled_product(
     bias: Tensor | None = None,
     terms: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """Run `contract`, with outer scales applied in fp32 and once, then add terms and a bias."""
+    """Run `contract`, apply the outer scales once in fp32, then add terms and a bias."""
     a, b = a.factored(-1), b.factored(-2)
     out = contract(a.values, b.values)
     finish_product(out, [scale for scale in (a.scale, b.scale) if scale is not None], bias, terms)
@@ -226,7 +227,7 @@ def scaled_product(
 
 
 def contract(a: Tensor, b: Tensor) -> Tensor:
-    """Return a [.. m n] @ b [.. n p]; without the other's padding along n one gets zeros there."""
+    """Return a [.. m n] @ b [.. n p], after zero-padding the shorter n to the longer one."""
     missing = a.shape[-1] - b.shape[-2]
     if missing > 0:
         b = F.pad(b, (0, 0, 0, missing))
@@ -236,7 +237,7 @@ def contract(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _without_padding(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the corner [rows columns]: a copy that two GEMMs share may be padded."""
+    """Crop to [rows columns]: a copy that two GEMMs share may be padded."""
     return x if x.shape == (rows, columns) else x[:rows, :columns]
 
 
@@ -268,7 +269,7 @@ class QuantizedGemm(torch.autograd.Function):
         refuse_batched_gradients(dy)
         plan: GemmPlan = ctx.plan
         need_x, need_bias, _, *need_params = ctx.needs_input_grad
-        tensors = ctx.saved_tensors  # once: checkpointing unpacks them but once
+        tensors = ctx.saved_tensors  # read once: checkpointing unpacks them only once
         params, saved = tensors[: len(need_params)], tensors[len(need_params) :]
         dx = dbias = None
         dparams: Sequence[Tensor | None] = [None] * len(params)

@@ -1,4 +1,4 @@
-"""Initializers that `Module.apply` hands around: they look for linear layers, and are shown one."""
+"""Weight initializers on converted layers: `Module.apply` also shows them the plain layer."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Mark = list[tuple[int, int, int]]
 
 
 def mark_of(tensors: Iterable[Tensor]) -> Mark:
-    """Return a mark of tensors that changes when one is written to, through `.data` too."""
+    """Return a mark of tensors that changes when one is written to, even through `.data`."""
     return [
         (t.data_ptr(), 0 if t.is_inference() else t._version, int(fingerprint(t))) for t in tensors
     ]
 
 
 def apply_to_layer(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
-    """Call `fn`, which `Module.apply` got, with a converted layer, as itself and as it was.
+    """Call `fn`, the argument of `Module.apply`, with a converted layer and with its plain layer.
 
-    A function that leaves the layer's parameters alone is called with the plain layer too, which
-    `_init_weights` and the like look for: what they write into its weight, the converted layer
-    takes. A function that writes into the parameters itself is done.
+    If `fn` does not change the parameters of the converted layer, it is also called with the plain
+    layer, which `_init_weights` and the like look for. The converted layer then takes the weight
+    that `fn` wrote.
 
     Raises:
-        NotImplementedError: an initializer, and factors that processes share, or that it would
-            write to as to a weight.
+        NotImplementedError: `fn` is an initializer, and the layer's factors are sharded, or `fn`
+            would write to `weight` from outside the layer.
     """
     params = layer.weight_params()
     if any(param.is_meta for param in params):
-        fn(layer)  # nothing to draw yet
+        fn(layer)  # nothing to initialize yet
         return
     loaded = _is_loaded(layer)
     if layer.weight_form.is_split and not loaded:
@@ -44,7 +44,7 @@ def apply_to_layer(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
     if any(map(is_sharded, layer.parameters())):
         fn(layer)
         if not layer.weight_form.is_split:
-            fn(_plain(layer))  # has the very weight
+            fn(_plain(layer))  # shares the weight
         elif "init" in getattr(fn, "__name__", ""):
             raise NotImplementedError(
                 f"{layer.name or 'a converted layer'} stores factors that are sharded over "
@@ -59,7 +59,7 @@ def apply_to_layer(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
     plain = _plain(layer)
     weight: Any = plain.weight
     if layer.weight_form.is_split and loaded:
-        weight._is_hf_initialized = True  # loaded: transformers draws such weights no second time
+        weight._is_hf_initialized = True  # transformers skips marked weights
     before, trains = mark_of([weight]), weight.requires_grad
     fn(plain)
     if plain.weight is not weight or mark_of([weight]) != before:
@@ -78,9 +78,9 @@ def _plain(layer: Any) -> Any:
 def apply_to_experts(
     module: Any, fn: Callable[[nn.Module], Any], fused: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Call `fn`, which `Module.apply` got, with fused experts whose weights are in layers.
+    """Call `fn`, the argument of `Module.apply`, with fused experts whose weights are in layers.
 
-    An initializer that looks for the fused weights is shown them; the layers take what it draws.
+    If `fn` looks for the fused weights, it gets temporary ones, and the layers take its changes.
 
     Args:
         module: the experts.
@@ -126,9 +126,9 @@ def _is_loaded(layer: Any) -> bool:
 
 
 def _refuse_writes(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
-    """Refuse an initializer that writes to a layer's weight through the module around it.
+    """Refuse an initializer that writes to a layer's weight from the module around it.
 
-    Stored factors have no weight to write to: GPT-2's scaled draw of `c_proj` would be lost.
+    A layer of factors has no weight to write to: GPT-2's scaled draw of `c_proj` would be lost.
     """
     model = getattr(fn, "__self__", None)
     own = layer.name.rpartition(".")[2]
@@ -149,14 +149,14 @@ def _source(fn: Callable[..., Any]) -> str:
 
 @torch.no_grad()
 def take_weight(layer: Any, w: Tensor, bias: Tensor | None) -> None:
-    """Take a weight [o i] and a bias; the scheme's state begins again."""
+    """Store a weight [o i] and a bias in the layer, and reset the scheme's state."""
     form, params = layer.weight_form, layer.weight_params()
     if isinstance(form, SplitWeight):
         values = form.stored(w, layer.key, params[-1].dtype)
     else:
         values = form.decompose(w, layer.key)
     for param, value in zip(params, values, strict=True):
-        param.copy_(value)  # of one stored matrix mostly itself
+        param.copy_(value)  # a dense weight is usually copied onto itself
     if layer.bias is not None and bias is not None:
         layer.bias.copy_(bias)
     state = layer.scheme.state

@@ -1,8 +1,9 @@
 """The layers that replace nn.Linear and transformers' Conv1D: QuantLinear and MetisLinear.
 
 QuantLinear keeps one dense weight, in the layout of the layer it replaces. MetisLinear stores u, s,
-vh and weight_residual; that name is distinct on purpose, so that loading a checkpoint without this
-package reports missing weights instead of giving a plausible model without its dominant subspace.
+vh and weight_residual. The residual is not called `weight` on purpose: loading a checkpoint without
+this package then reports missing weights, instead of giving a plausible model without its dominant
+subspaces.
 """
 
 from __future__ import annotations
@@ -34,18 +35,15 @@ from metis_hf.operands.kept_weight import KeptWeight, can_keep_in_evaluation
 from metis_hf.schemes import Scheme, build_scheme
 from metis_hf.schemes.noise_keys import CallKeys, process_rank
 
-# Of the item size of a float, for a buffer that no cast is to change.
-
 
 class MetisLayer(nn.Module):
-    """Base of both layers: scheme, noise and the forward pass. x [... i] -> [... o].
+    """Base class of both layers: scheme, noise and the forward pass. x [... i] -> [... o].
 
     Attributes:
-        weight_form: what the stored parameters are: the form that the scheme wanted when the layer
-            was made.
+        weight_form: the form of the stored parameters, chosen by the scheme at construction.
     """
 
-    state_names: tuple[str, ...] = ()  # of the buffers that the scheme's state lives in
+    state_names: tuple[str, ...] = ()  # of the buffers of the scheme's state
     bias: nn.Parameter | None
 
     def __init__(
@@ -70,32 +68,32 @@ class MetisLayer(nn.Module):
         self.reused_weight: KeptWeight | None = None  # see `weight_reuse`
         self.evaluation_weight = KeptWeight(in_evaluation=True)
         self.calls = Calls()
-        self.origin: Any = None  # what conversion has to make of it again, if no plain nn.Linear
+        self.origin: Any = None  # restores the original layer, if not a plain nn.Linear
 
     @property
     def rank(self) -> int | None:
-        """Directions of the stored factors; None where there are none."""
+        """Rank of the stored factors; None without factors."""
         return self.weight_form.rank
 
     def weight_params(self) -> tuple[Tensor, ...]:
-        """Return the stored tensors, as `weight_form` takes them; the last is a matrix [o i]."""
+        """Return the stored tensors in the order of `weight_form`; the last is a matrix [o i]."""
         return tuple(getattr(self, name) for name in self.weight_form.names)
 
     def set_config(self, config: MetisConfig) -> None:
-        """Take another config for the same parameters; see `check_config`."""
+        """Switch to another config with the same parameters; see `check_config`."""
         self.config = config
         self.scheme = build_scheme(config, self.in_features, self.out_features)
         self.eval_scheme = self.scheme.deterministic()
         asks = config.backend != "emulated" and not self.scheme.is_high_precision
         self.native_obstacle = obstacle(self.scheme) if asks else None
-        if self._parameters:  # the layer is there already
+        if self._parameters:  # not in __init__
             if self.scheme.weight.fits(self.weight_form):
                 self.weight_form = self.scheme.weight
             self.evaluation_weight.forget()
             self._register_state()
 
     def _register_state(self) -> None:
-        """Make the buffers of the scheme's state; those that are there keep their contents."""
+        """Register the buffers of the scheme's state; existing ones keep their contents."""
         state, initial = self.scheme.state, {}
         if state is not None:
             with torch.device(self.weight_params()[-1].device):
@@ -119,7 +117,7 @@ class MetisLayer(nn.Module):
         return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> MetisLayer:
-        """Call `fn` as nn.Module does; initializers that look for nn.Linear draw the weight."""
+        """Call `fn` as nn.Module does; initializers of nn.Linear initialize the weight."""
         apply_to_layer(self, fn)
         return self
 
@@ -127,8 +125,8 @@ class MetisLayer(nn.Module):
         """Refuse a config that this layer's parameters do not fit.
 
         Raises:
-            ValueError: another rank, a scheme that stores the weight in another form, or one that
-                `backend="native"` or tensor parallelism cannot run.
+            ValueError: the rank differs, the scheme stores the weight in another form, or
+                `backend="native"` or tensor parallelism cannot run the scheme.
         """
         new, stored = build_scheme(config, self.in_features, self.out_features), self.weight_form
         if config.backend == "native" and not new.is_high_precision:
@@ -159,18 +157,17 @@ class MetisLayer(nn.Module):
         return self.key.fold(self.batch_rank())
 
     def input_noise_key(self) -> Key:
-        """Return the same for inputs, which layers share: config seed, process rank."""
+        """Return the static part of inputs' noise keys, which layers share: seed, process rank."""
         return self.input_key.fold(self.batch_rank())
 
     def batch_rank(self) -> int:
-        """Return the process rank; processes that compute one batch together have one number."""
+        """Return the process rank, equal for processes that compute one batch together."""
         return process_rank() // (1 if self.shards is None else self.shards.size)
 
     def call_keys(self, x: Tensor, weight: Tensor | None = None) -> CallKeys:
-        """Return the noise keys of a call with this input, and this weight if not the layer's.
+        """Return the noise keys of a call with this input; `weight` defaults to the layer's.
 
-        Noise follows what is trained: the residual of a split weight, or a factor of it where the
-        residual is frozen.
+        Of a split weight, noise depends on the residual, or on a factor if the residual is frozen.
         """
         if weight is None:
             params = self.weight_params()
@@ -186,13 +183,13 @@ class MetisLayer(nn.Module):
         )
 
     def forward(self, input: Tensor, row_mask: Tensor | None = None) -> Tensor:
-        """Map x [... i], the input, to [... o]; row_mask [t] bool: which rows may be sampled."""
+        """Map x [... i], the input, to [... o]; row_mask [t] bool marks rows that are tokens."""
         self.calls.note()
         x, scheme = input, self.active_scheme()
         if scheme.is_high_precision:
             return self._high_precision(x)
         params = self.weight_params()
-        o, i = params[-1].shape  # a part of the layer's under tensor parallelism
+        o, i = params[-1].shape  # of this process's part under tensor parallelism
         name = self.name or "a quantized layer"
         refuse_unsupported(name, x, params)
         check_input(name, x, i)
@@ -220,10 +217,7 @@ class MetisLayer(nn.Module):
         return y if beside is None else y + beside
 
     def _plan_type(self, x: Tensor, dtype: torch.dtype) -> tuple[type[GemmPlan], dict[str, Any]]:
-        """Return the kind of plan for a call with x [... i] and GEMMs in `dtype`.
-
-        With it comes what processes that hold parts of the layer share of the call.
-        """
+        """Return (plan class, further arguments) for a call with x [... i] and GEMMs in `dtype`."""
         if self.shards is not None and self.shards.cut:
             amax = shared_amax(self.active_scheme(), self.shards, x, self.weight_params()[-1])
             return ShardedPlan, {"shards": self.shards, "amax": amax}
@@ -237,7 +231,7 @@ class MetisLayer(nn.Module):
         return GemmPlan, {}
 
     def _kept(self, params: Sequence[Tensor]) -> KeptWeight | None:
-        """Return the cache of w_hat for this call, if it may have one, of these parameters."""
+        """Return the cache of w_hat for a call with these parameters; None if it may have none."""
         if not (self.training or torch.is_grad_enabled() or self.shards is not None):
             return self.evaluation_weight if can_keep_in_evaluation(self) else None
         self.evaluation_weight.forget()
@@ -254,8 +248,8 @@ class MetisLayer(nn.Module):
     def call_state(self, x: Tensor, keys: CallKeys, *, update: bool = False) -> Any:
         """Freeze the scheme's state for a call with this input; None if it has none.
 
-        Without `update` (evaluation, measurements) the state stays as it is: asked again after a
-        call in training, it gives what that call got.
+        Without `update` (evaluation, measurements) the state does not change. After a training
+        call, the same input then gives the same result as in that call.
         """
         state = self.scheme.state
         if state is None:
@@ -269,7 +263,7 @@ class MetisLayer(nn.Module):
         return state.update_and_freeze(buffers, rows, weight, keys)
 
     def row_mask(self, x: Tensor) -> Tensor | None:
-        """Return which rows of x [... i] are tokens, as [t] bool; None: all, or unknown."""
+        """Return a mask [t] of the rows of x [... i] that are tokens; None: all, or unknown."""
         return None if self.token_mask is None else self.token_mask.rows(x, self.name)
 
     def _high_precision(self, x: Tensor) -> Tensor:
@@ -278,8 +272,7 @@ class MetisLayer(nn.Module):
     def to_dense(self) -> nn.Module:
         """Return the nn.Linear or Conv1D with the represented weight.
 
-        Where that is the stored matrix itself, it has the very Parameter, so that weights that
-        other modules share stay shared.
+        A dense weight keeps its Parameter, so that weights tied to other modules stay tied.
         """
         params = self.weight_params()
         represented = self.weight_form.dense(params)
@@ -305,8 +298,8 @@ class MetisLayer(nn.Module):
 class QuantLinear(MetisLayer):
     """A linear layer with one dense weight whose GEMM operands are quantized.
 
-    `weight` is [o i], or [i o] where it replaces a Conv1D. Its form may have others beside it, such
-    as `weight_clip` [o] of clipped weights.
+    `weight` is [o i], or [i o] where it replaces a Conv1D. The weight form may add parameters, such
+    as `weight_clip` [o].
     """
 
     def __init__(
@@ -327,13 +320,13 @@ class QuantLinear(MetisLayer):
         return (*others, weight.T if self.conv1d else weight)
 
     def _high_precision(self, x: Tensor) -> Tensor:
-        if self.conv1d and self.bias is not None:  # as Conv1D computes it, to the bit
+        if self.conv1d and self.bias is not None:  # the same bits as Conv1D
             flat = torch.addmm(self.bias, x.reshape(-1, x.size(-1)), self.weight)
             y = flat.view(*x.shape[:-1], self.out_features)
         else:
             y = super()._high_precision(x)
         for name in self.weight_form.names[:-1]:
-            # Not in use: a gradient of zero, since DDP waits for every parameter's.
+            # Unused parameters get zero gradients, since DDP waits for all.
             y = y + 0 * getattr(self, name).sum()
         return y
 
@@ -341,8 +334,8 @@ class QuantLinear(MetisLayer):
 class MetisLinear(MetisLayer):
     """A linear layer whose weight is (u * s) @ vh + weight_residual, all four trainable.
 
-    u [o k], s [k], vh [k i], weight_residual [o i], up to a constant that `weight_form` knows;
-    `weight` gives the represented matrix.
+    u [o k], s [k], vh [k i], weight_residual [o i]. The product also has the constant factor
+    `weight_form.gain`. `weight` is the represented matrix.
     """
 
     weight_form: SplitWeight
@@ -383,7 +376,7 @@ class MetisLinear(MetisLayer):
 def _owned(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor that fills its storage: safetensors refuses views of larger ones.
 
-    A slice keeps the whole of the tensor that it is cut from in memory, and `torch.save` writes it.
+    A slice would keep the whole tensor in memory, and `torch.save` would write all of it.
     """
     tensor = tensor.contiguous()
     fills = tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -391,5 +384,5 @@ def _owned(tensor: Tensor) -> Tensor:
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """Return the very Parameter if it is one, so that references to it stay valid."""
+    """Wrap a tensor; a Parameter is returned unchanged, so that references to it stay valid."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)

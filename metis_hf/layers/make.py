@@ -23,7 +23,7 @@ def convert_linear(
     Args:
         module: nn.Linear or Conv1D; a weight on the meta device gives empty factors.
         config: its scheme decides between QuantLinear and MetisLinear.
-        name: full name in the model; noise differs between layers by it.
+        name: full name in the model; gives each layer its own noise.
         token_mask: the model's, if any.
     """
     layer = make_layer(
@@ -57,7 +57,7 @@ def make_layer(
 
 
 def as_linear(module: nn.Module) -> nn.Linear | Conv1D:
-    """Return the module itself, known to be one of the two kinds that can be converted."""
+    """Return the module itself, typed as one of the two kinds that can be converted."""
     assert isinstance(module, nn.Linear | Conv1D), type(module)
     return module
 

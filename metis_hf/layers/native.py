@@ -1,9 +1,8 @@
-"""The three GEMMs of a layer on FP4 units, of the very codes and scales that emulation has.
+"""The three GEMMs of a layer on FP4 units, with the same codes and scales as emulation.
 
-What is quantized and how, what is saved and how gradients reach the parameters is all as in `gemm`.
-Only the products differ: `numerics.native` multiplies codes, where emulation multiplies the numbers
-that they stand for. A layer takes this way if its config asks for it and `obstacle` finds nothing
-against it.
+Quantization, saved tensors and gradients are as in `gemm`. Only the products differ:
+`numerics.native` multiplies codes, while emulation multiplies the numbers that codes stand for.
+A layer runs natively if its config asks for it, and `obstacle` and `obstacle_of_call` find nothing.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _GEMMS = {
 
 @dataclass(frozen=True)
 class NativePlan(GemmPlan):
-    """The plan of a call whose quantized GEMMs FP4 units compute; their operands: `NativeOperand`.
+    """The plan of a call whose quantized GEMMs run on FP4 units; operands are `NativeOperand`s.
 
-    A GEMM that the scheme leaves in high precision stays there. `QuantizedGemm` hands operands from
-    one method of the plan to another and looks into none.
+    GEMMs that the scheme leaves in high precision stay so. `QuantizedGemm` passes operands from one
+    method of the plan to another without reading them.
     """
 
     def weight_operand(self, role: Role, params: Sequence[Tensor]) -> Any:
@@ -98,9 +97,9 @@ class NativePlan(GemmPlan):
 
 
 def obstacle(scheme: Scheme) -> str | None:
-    """Return why FP4 units cannot compute a scheme's quantized GEMMs, in a clause; None: they can.
+    """Return why FP4 units cannot run a scheme's quantized GEMMs, as a clause; None if they can.
 
-    It is about the scheme alone; `obstacle_of_call` is about dtypes and devices.
+    This checks the scheme alone; `obstacle_of_call` checks dtypes and devices.
     """
     if scheme.weight.is_split:
         return "its weight is stored as factors and a residual; use split_weight=False"
@@ -123,12 +122,12 @@ def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> st
         if quantizer.fmt.name not in DTYPES:
             return f"{gemm} takes its {name} in {quantizer.fmt.name}, not in NVFP4 or MXFP4"
         token = quantizer.outer_scale is OuterScale.TOKEN
-        if token and gemm != "wgrad":  # where blocks run along tokens, the tensor has one scale
+        if token and gemm != "wgrad":  # wgrad's blocks run along tokens: one scale per tensor
             return (
                 f"{gemm} takes its {name} with a scale for each token, and FP4 units are given one "
                 'for the tensor; use outer_scale="tensor"'
             )
-        # The tiles of a weight are the same for both its GEMMs, unless it is rotated for one.
+        # Square tiles of a weight serve both of its GEMMs, unless it is rotated for one of them.
         tiles = quantizer.tile is Tile.SQUARE and role is Role.DGRAD_WEIGHT
         plain = operand.conditioner.basis(name) == Identity().basis(name)
         if (scheme.reuses(role) and not (tiles and plain)) or quantizer.tile is Tile.TENSOR:
@@ -153,9 +152,9 @@ def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> st
 
 
 def obstacle_of_call(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why a call cannot run on FP4 units though its scheme has no `obstacle`, or None.
+    """Return why FP4 units cannot run a call of a scheme without `obstacle`; None if they can.
 
-    `dtype` belongs to the GEMMs' results.
+    `dtype` is the dtype of the GEMMs' results.
     """
     for fmt in _formats(scheme):
         if dtype not in DTYPES[fmt]:
@@ -165,12 +164,12 @@ def obstacle_of_call(scheme: Scheme, device: torch.device, dtype: torch.dtype) -
 
 
 def why_emulated(config: MetisConfig, scheme: Scheme, device: torch.device) -> str | None:
-    """Return why `backend="auto"` emulates a layer; None: it does not, or was not asked.
+    """Return why `backend="auto"` emulates a layer; None: it does not, or the backend is another.
 
-    `device` is where the layer's weight is while the model is converted.
+    `device` holds the layer's weight during conversion.
 
     Raises:
-        ValueError: `backend="native"`, which takes no other way.
+        ValueError: `backend="native"`, and the layer cannot run natively.
     """
     if config.backend == "emulated" or scheme.is_high_precision:
         return None
@@ -181,7 +180,7 @@ def why_emulated(config: MetisConfig, scheme: Scheme, device: torch.device) -> s
 
 
 def refusal(config: MetisConfig, reason: str) -> str:
-    """Return the message of a refused native layer."""
+    """Return the error message for a layer that cannot run natively."""
     return (
         f'backend="native" cannot run scheme {config.scheme!r} on FP4 units: {reason}. '
         'backend="auto" emulates such layers, backend="emulated" all of them'
@@ -194,7 +193,7 @@ def _obstacle_of_device(scheme: Scheme, device: torch.device) -> str | None:
 
 
 def _formats(scheme: Scheme) -> list[str]:
-    """Return the names of the formats of a scheme's operands, each once."""
+    """Return the distinct format names of a scheme's operands."""
     operands = [scheme.resolve(role)[1] for role in Role]
     return list(dict.fromkeys(op.quantizer.fmt.name for op in operands if op.quantizer))
 

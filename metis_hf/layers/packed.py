@@ -1,8 +1,8 @@
-"""A linear layer over a frozen NVFP4 weight that stays packed: 4.5 bits an element.
+"""A linear layer with a frozen NVFP4 weight that stays packed: 4.5 bits per element.
 
-The tensors have compressed-tensors' layout `nvfp4-pack-quantized`. The weight is unpacked
-when a GEMM needs it and given back after, in the backward pass once more; autograd keeps the packed
-tensors alone. Gradients go to the input and the bias, never to the weight.
+The tensors have compressed-tensors' layout `nvfp4-pack-quantized`. The forward and the backward
+GEMM each unpack the weight and free it afterwards; autograd saves only the packed tensors.
+Gradients flow to the input and the bias, never to the weight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from metis_hf.numerics.scaling import (
 )
 
 BLOCK = 16
-# As "w4a4" and "w4a16" do: each block has the scale, of six, that fits it best.
+# As in "w4a4" and "w4a16": each block has the best of six scales.
 DEPLOYED = Quantizer(NVFP4, scale_rule=ScaleRule.SEARCH)
 
 
@@ -60,15 +60,15 @@ class PackedWeight(NamedTuple):
         quantizer: Quantizer = DEPLOYED,
         amax: Tensor | None = None,
     ) -> PackedWeight:
-        """Quantize a weight [o i] to nearest, blocks along i; the last one may be padded.
+        """Quantize a weight [o i] to nearest, blocks along i; the last block may be padded.
 
         Args:
             weight: finite.
-            global_scale: fp32 [1]; None makes one of `amax`. Under another one, what is larger
-                saturates.
-            quantizer: its choices, of NVFP4 in blocks or squares of 16.
-            amax: 0-dim, the magnitude that global scale and largest codes stand for; None: the
-                weight's largest.
+            global_scale: fp32 [1], an encode scale, beyond whose range values saturate; None
+                computes it from `amax`.
+            quantizer: an NVFP4 quantizer with row blocks or square tiles.
+            amax: 0-dim, the magnitude that the global scale maps to the largest value; None: the
+                amax of the weight.
         """
         weight = weight.detach().float()
         if global_scale is not None:
@@ -87,7 +87,7 @@ class PackedWeight(NamedTuple):
             amax=amax,
         )
         scale = q.scale
-        if quantizer.tile is Tile.SQUARE:  # one scale for 16 rows: the layout wants one for each
+        if quantizer.tile is Tile.SQUARE:  # one scale for 16 rows; the layout has one per row
             rows = scale.view(torch.uint8).repeat_interleave(BLOCK, 0)[: weight.shape[0]]
             scale = rows.view(scale.dtype)
         return cls(q.codes, scale.contiguous(), global_scale)
@@ -95,7 +95,7 @@ class PackedWeight(NamedTuple):
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [o i], computed in fp32 and rounded to `dtype` once.
 
-        The order and the values in bf16 are the compressed-tensors library's, to the bit.
+        Operation order, and so the bits in bf16, are the same as in the compressed-tensors library.
         """
         rows, half = self.codes.shape
         table = _pairs(self.codes.device)
@@ -108,17 +108,17 @@ class PackedWeight(NamedTuple):
 def encode_scale(x: Tensor, quantizer: Quantizer = DEPLOYED) -> Tensor:
     """Return the encode scale of a tensor, fp32 [1]: its largest block gets the largest scale.
 
-    1 for zeros. Of its largest magnitude alone it is the same.
+    The scale of zeros is 1. `x` may be just the tensor's amax.
     """
     amax = x.detach().abs().amax().float()
     return tensor_scale(amax, largest_value(NVFP4, quantizer.scale_rule)).encode.reshape(1)
 
 
 def quantize_input(x: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x [t i] with the values that it has in NVFP4 under a static tensor scale.
+    """Fake-quantize x [t i] to NVFP4 under a static tensor scale.
 
     Args:
-        x: blocks along i; each has the scale of its own largest magnitude, rounded to nearest.
+        x: blocks along i; the scale of each comes from its own amax, rounded to nearest.
         global_scale: fp32 [1], an encode scale; magnitudes beyond 448 * 6 / global_scale saturate.
         dtype: of the result, which is computed in fp32.
     """
@@ -135,7 +135,7 @@ def quantize_input(x: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _pairs(device: torch.device) -> Tensor:
-    """Return the two fp32 values of every byte of codes, as int64 [256]."""
+    """Return a table from a byte of codes to its two fp32 values, as int64 [256]."""
     if torch.compiler.is_compiling():
         return _make_pairs(device)
     return _held_pairs(device)
@@ -149,7 +149,7 @@ def _make_pairs(device: torch.device) -> Tensor:
 
 @functools.cache
 def _held_pairs(device: torch.device) -> Tensor:
-    with _disable_current_modes():  # a tensor of a tracing mode must not outlive it
+    with _disable_current_modes():  # no tensor of a tracing mode may be cached
         return _make_pairs(device)
 
 
@@ -192,24 +192,24 @@ class _PackedGemm(torch.autograd.Function):
 class PackedLinear(nn.Module):
     """A linear layer with a frozen weight [o i] in NVFP4. x [... i] -> [... o].
 
-    Buffers, in the state dict under the names of compressed-tensors: `weight_packed` uint8
-    [o i/2], `weight_scale` float8_e4m3fn [o i/16], `weight_global_scale` fp32 [1], and where the
-    checkpoint quantizes activations `input_global_scale` fp32 [1]. They keep their precision in
-    casts of the model (`.to(torch.bfloat16)`).
+    Buffers, named as in compressed-tensors: `weight_packed` uint8 [o i/2], `weight_scale`
+    float8_e4m3fn [o i/16], `weight_global_scale` fp32 [1], and `input_global_scale` fp32 [1] if the
+    checkpoint quantizes activations. They keep their dtypes in casts of the model
+    (`.to(torch.bfloat16)`).
 
     Args:
         in_features: i, a multiple of 16.
         out_features: o.
-        bias: whether there is one.
-        input_scale: whether there is an `input_global_scale`.
+        bias: whether the layer has a bias.
+        input_scale: whether the layer has an `input_global_scale`.
         dtype: of the bias and of `weight`; a call computes in the dtype of its input.
-        device: "meta" where a checkpoint is about to be loaded.
+        device: "meta" if a checkpoint is loaded next.
         name: full name in the model, for messages.
 
     Attributes:
-        quantizes_input: whether x goes through NVFP4 as the checkpoint is configured (W4A4): a
-            dynamic scale for each block of 16 under the static `input_global_scale`, straight-
-            through in the backward pass. False computes with x as it is (W4A16).
+        quantizes_input: whether x is quantized to NVFP4 (W4A4), with a dynamic scale for each block
+            of 16 under the static `input_global_scale`, straight-through in the backward pass.
+            False uses x unquantized (W4A16).
     """
 
     weight_packed: Tensor
@@ -249,7 +249,7 @@ class PackedLinear(nn.Module):
         for key, shape in shapes.items():
             value = None if shape is None else torch.zeros(shape[0], dtype=shape[1], device=device)
             self.register_buffer(key, value)
-        # Follows casts and moves of the model, which the others do not all do.
+        # Has the dtype and device of the model; the buffers above ignore casts.
         self.register_buffer("_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.bias = None
         if bias:
@@ -276,7 +276,7 @@ class PackedLinear(nn.Module):
         return self.input_global_scale is not None
 
     def follow(self, device: torch.device) -> None:
-        """Take up the device that the weight has been put on."""
+        """Move the buffer that tracks the model's dtype to the device of the weight."""
         self._like = torch.empty(0, dtype=self.dtype, device=device)
 
     @property
@@ -286,7 +286,7 @@ class PackedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the layer holds: codes, scales and bias."""
+        """Memory of codes, scales and bias in bytes."""
         tensors = (*self._buffers.values(), self.bias)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -302,7 +302,7 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def requires_grad_(self, requires_grad: bool = True) -> PackedLinear:
-        """Freeze the layer; it cannot be asked to train.
+        """Freeze the layer; a packed weight cannot train.
 
         Raises:
             ValueError: with `requires_grad=True`.

@@ -1,7 +1,8 @@
-"""Refusals of the ways to share a model among processes that quantized layers do not follow.
+"""Checks that refuse kinds of parallelism which quantized layers do not support.
 
-DDP, FSDP2 and ZeRO give every layer whole weights, and whole sequences as its rows. Tensor, expert,
-pipeline and context parallelism give it parts; what they would change is said in the messages.
+DDP, FSDP2 and ZeRO give every layer whole weights and whole sequences. Tensor, expert, pipeline and
+context parallelism give it parts; the messages say what would go wrong. `tensor_parallel` supports
+the tensor parallelism of transformers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def check_plan(model: nn.Module) -> None:
     """Refuse expert and pipeline parallelism before anything is loaded.
 
     Raises:
-        NotImplementedError: one of them is asked for.
+        NotImplementedError: the model's config asks for one of them.
     """
     sizes = planned(model)
     for name, reason in (("ep_size", EXPERT), ("pp_size", PIPELINE)):
@@ -59,7 +60,7 @@ def check_plan(model: nn.Module) -> None:
 
 
 def check_packed(model: nn.Module, where: str) -> None:
-    """Refuse to spread a base of packed weights while it is loaded from the checkpoint `where`.
+    """Refuse to shard a model with packed weights while loading it from the checkpoint `where`.
 
     Raises:
         NotImplementedError: `distributed_config` asks for several processes.
@@ -74,11 +75,11 @@ def check_packed(model: nn.Module, where: str) -> None:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse to convert a model whose parameters are spread over processes already.
+    """Refuse to convert a model whose parameters are already sharded over processes.
 
     Raises:
-        NotImplementedError: parameters are DTensors, or transformers has put its own
-            communication around modules.
+        NotImplementedError: parameters are DTensors, or transformers has hooked its own
+            communication into modules.
     """
     name = next((n for n, param in model.named_parameters() if is_spread(param)), None)
     if name is None:
@@ -103,18 +104,19 @@ def is_sharded(param: nn.Parameter) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether transformers has put tensor or expert parallelism around a module."""
+    """Return whether transformers has hooked tensor or expert parallelism into a module."""
     return bool(getattr(module, "_is_hooked", False))
 
 
 def check_accelerate() -> None:
-    """Refuse what accelerate's `ParallelismConfig` does to sequences.
+    """Refuse context and sequence parallelism of accelerate's `ParallelismConfig`.
+
+    accelerate itself refuses tensor parallelism unless from_pretrained has sharded the model.
 
     Raises:
-        NotImplementedError: context or sequence parallelism is on. Tensor parallelism accelerate
-            itself refuses, unless from_pretrained has cut the model.
+        NotImplementedError: context or sequence parallelism is on.
     """
-    # The shared dictionary, not AcceleratorState(): that would set up a state where none is.
+    # Not AcceleratorState(), which would create a state if there is none.
     config: Any = AcceleratorState._shared_state.get("parallelism_config")
     if config is None:
         return

@@ -1,4 +1,4 @@
-"""Saved inputs: what a layer keeps of x for backward, and the input that was encoded last."""
+"""The form in which a layer saves x for backward, and a cache of the last encoded input."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class SavedInput(NamedTuple):
     | or quantizer; no rows         | backward                                                 |
     | none: no weight is trained    | nothing                                                  |
 
-    A packed NVFP4 matrix takes 4.5 bits an element, and 32 more; elements of six bits take a byte.
-    Layers that read one tensor share one packed copy. Weights are saved as parameters, never
-    densely beside them.
+    A packed NVFP4 matrix takes 4.5 bits per element plus 32 bits; six-bit elements take a byte.
+    Layers that read the same tensor share one packed copy. Weights are saved as parameters, never
+    as dense copies.
     """
 
     kind: str  # "encoded": `Operand.encode`; "dense": x_hat as `Quantized`; "input": (x,)
@@ -43,11 +43,11 @@ class SavedInput(NamedTuple):
 
 
 class LastInput(threading.local):
-    """The encoding of the tensor that this thread encoded last, for layers that read one tensor.
+    """Thread-local cache of the last encoding, for layers that read the same tensor.
 
-    Kept as long as that tensor lives, or until another is encoded; never its dense parts. The mark
-    has the tensor's fingerprint where the host knows it: there writes that count no version are
-    most common (`x.data`, numpy, collectives).
+    An entry lives as long as its tensor, or until another tensor is encoded; it has no dense parts.
+    The mark includes the tensor's fingerprint where the host knows it (on a CPU): there, writes
+    that do not increase the version counter are most common (`x.data`, numpy, collectives).
     """
 
     def __init__(self) -> None:
@@ -67,17 +67,17 @@ def encode_once(
     row_mask: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Encoded:
-    """Return `operand.encode(x)`, or its result for another layer that reads the same tensor.
+    """Return `operand.encode(x)`, cached if a layer that reads the same tensor just computed it.
 
     Args:
         operand, x, dim, key, row_mask, dtype: as in `Operand.encode`; x [t c].
-        source: the layer's input, of which x is a view; None shares nothing.
+        source: the layer's input, of which x is a view; None bypasses the cache.
     """
     tensor = None if source is None else source()
     if tensor is None or tensor.is_inference() or torch.compiler.is_compiling():
         return operand.encode(x, dim=dim, key=key, row_mask=row_mask, dtype=dtype)
     kept, wanted = last_input.kept, (operand, dim, key.static)
-    has_memory = type(tensor) in (Tensor, nn.Parameter)  # subclasses may have none
+    has_memory = type(tensor) in (Tensor, nn.Parameter)  # subclasses may have no storage
     contents = mark_of(tensor) if has_memory else (tensor._version,)
     mark = (id(tensor), id(row_mask), data_on_host(key), *contents, wanted)
     values = kept.at(mark)
@@ -89,7 +89,7 @@ def encode_once(
     encoded = operand.encode(x, dim=dim, key=key, row_mask=row_mask, dtype=dtype)
     values = kept.start(mark)
     values["encoded"] = encoded.stored()
-    values["row_mask"] = row_mask  # an id belongs to an object as long as that lives
-    # The tensor may end in another thread, as in backward: `kept` is bound here.
+    values["row_mask"] = row_mask  # alive, so that no other mask gets its id
+    # Another thread may free the tensor, as in backward: bind this thread's `kept` here.
     values["tensor"] = weakref.ref(tensor, lambda _: kept.forget(values))
     return encoded

@@ -1,4 +1,4 @@
-"""Several processes, and parameters of which each holds a part: recognized, and whole again."""
+"""Detects training with several processes, and gathers sharded parameters."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def several_processes() -> bool:
 
 
 def full_tensor(param: Tensor) -> Tensor:
-    """Return a parameter without its gradient, gathered from all processes if FSDP2 shards it.
+    """Return a detached parameter, gathered from all processes if FSDP2 shards it.
 
-    Every process has to call it.
+    Every process must call it.
     """
     param = param.detach()
     return param.full_tensor() if is_spread(param) else param  # type: ignore[attr-defined]
 
 
 def whole_params(layer: MetisLayer) -> list[Tensor]:
-    """Return a layer's stored weight, gathered where FSDP2 or ZeRO-3 shards it.
+    """Return a layer's stored weight, gathered if FSDP2 or ZeRO-3 shards it.
 
-    Every process has to call it.
+    Every process must call it.
     """
     if not any(hasattr(param, "ds_id") for param in layer.parameters()):
         return [full_tensor(param) for param in layer.weight_params()]

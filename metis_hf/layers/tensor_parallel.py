@@ -1,8 +1,8 @@
-"""Quantized layers whose weights transformers' tensor parallelism cuts, one part to each process.
+"""Quantized layers under transformers' tensor parallelism, which shards weights over processes.
 
-Blocks lie whole on one process, and the amax of a tensor that is cut is shared: codes and scales
-then equal the whole tensor's, and only the order of sums differs from one process. `obstacle` says
-which schemes and shapes allow that. Rounding noise and stored inputs belong to the parts.
+No block spans two processes, and processes share the amax of a sharded tensor. Codes and scales
+then equal the whole tensor's; only the order of sums differs from a single process. `obstacle` says
+which schemes and shapes allow that. Rounding noise and saved inputs are local to each shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from metis_hf.schemes.roles import Role
 from metis_hf.transforms.hadamard import SIZE
 
 COLWISE, ROWWISE, WHOLE = "colwise", "rowwise", "whole"
-# transformers' styles that cut the weight of a linear layer in one piece for each process.
+# transformers' styles that shard the weight of a linear layer, one piece per process.
 STYLES = {
     "colwise": COLWISE,
     "colwise_rep": COLWISE,
@@ -41,7 +41,7 @@ STYLES = {
 _INPUTS = (Role.FPROP_INPUT, Role.WGRAD_INPUT)
 _WEIGHTS = (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
 _GRADIENTS = (Role.DGRAD_GRAD_OUTPUT, Role.WGRAD_GRAD_OUTPUT)
-# The matrices that are cut, and along which of their dimensions.
+# Style -> sharded matrices -> the dimension that is sharded.
 _CUT = {
     COLWISE: dict.fromkeys(_WEIGHTS, 0) | dict.fromkeys(_GRADIENTS, 1),
     ROWWISE: dict.fromkeys(_WEIGHTS, 1) | dict.fromkeys(_INPUTS, 1),
@@ -54,10 +54,10 @@ class Shards:
     """The processes that compute one layer together.
 
     Args:
-        style: "colwise", each has some of the outputs; "rowwise", each has some of the inputs;
-            "whole", the layer itself is not cut, in a model of which other layers are.
+        style: "colwise", each process has some of the outputs; "rowwise", each has some of the
+            inputs; "whole", the layer is not sharded, but other layers of the model are.
         size: number of processes.
-        group: of torch.distributed; None until the model is loaded.
+        group: torch.distributed's process group; None until the model is loaded.
     """
 
     style: str
@@ -65,10 +65,10 @@ class Shards:
     group: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
-        return self  # a process group has no copy
+        return self  # a process group cannot be copied
 
     def __reduce__(self) -> tuple[type[Shards], tuple[str, int]]:
-        return Shards, (self.style, self.size)  # nor does it survive its process
+        return Shards, (self.style, self.size)  # nor pickled
 
     @property
     def cut(self) -> bool:
@@ -80,7 +80,7 @@ class Shards:
         return role in _CUT[self.style]
 
     def largest(self, *tensors: Tensor) -> Tensor:
-        """Return the largest magnitudes of whole tensors [n], fp32; all processes call it."""
+        """Return the amax of each whole tensor, fp32 [n]; all processes must call it."""
         own = [t.detach().abs().amax() if t.numel() else t.new_zeros(()) for t in tensors]
         amax = torch.stack([each.float() for each in own])
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
@@ -89,7 +89,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class SharedHadamard(Hadamard):
-    """NVIDIA's rotation of a matrix that is cut, under the tensor scale of the whole one."""
+    """NVIDIA's rotation of a sharded matrix, under the tensor scale of the whole matrix."""
 
     shards: Shards = field(default_factory=lambda: Shards(WHOLE, 1))
 
@@ -118,12 +118,12 @@ class SharedHadamard(Hadamard):
 
 @dataclass(frozen=True)
 class ShardedPlan(GemmPlan):
-    """The plan of a call of a layer that is cut: tensor scales are made of the amax of the whole.
+    """The plan of a sharded layer's call: tensor scales come from the amax of whole tensors.
 
     Args:
         shards: the layer's.
-        amax: of tensors that are cut, 0-dim: "input" and "weight" of this call, and "grad_output",
-            which the backward pass fills in before each use.
+        amax: of sharded tensors, 0-dim: "input" and "weight" of this call, and "grad_output",
+            which the backward pass sets before each use.
     """
 
     shards: Shards = field(default_factory=lambda: Shards(WHOLE, 1))
@@ -140,7 +140,7 @@ class ShardedPlan(GemmPlan):
         return role, replace(operand, conditioner=GivenScale(self.amax[_tensor(role)]))
 
     def expect(self, *operands: tuple[Role, Tensor]) -> None:
-        pass  # magnitudes are the ones of whole tensors
+        pass  # the amax comes from all processes, not from kernels
 
     def matrix_operand(self, role: Role, x: Tensor) -> Quantized:
         if role in _GRADIENTS and needs_amax(self.scheme, self.shards, role):
@@ -158,9 +158,9 @@ def _contracted(role: Role) -> int:
 
 
 def needs_amax(scheme: Scheme, shards: Shards, *roles: Role) -> bool:
-    """Return whether any of these operands has a tensor scale of a matrix that is cut.
+    """Return whether any of these operands needs the shared amax of a sharded matrix.
 
-    A rotated one reduces the amax of its rotated tensor itself.
+    `SharedHadamard` reduces the amax of its rotated matrix itself.
     """
     for source, operand in map(scheme.resolve, roles):
         scaled = operand.quantizer is not None and operand.quantizer.two_level
@@ -170,9 +170,9 @@ def needs_amax(scheme: Scheme, shards: Shards, *roles: Role) -> bool:
 
 
 def shared_amax(scheme: Scheme, shards: Shards, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """Return the amax of whole input and weight as far as a call needs them, by one all-reduce.
+    """Return the amax of the whole input and weight, if a call needs them, by one all-reduce.
 
-    x [t i] and weight [o i] are this process's.
+    x [t i] and weight [o i] are this process's shards.
     """
     tensors = {}
     if needs_amax(scheme, shards, *_INPUTS):
@@ -185,7 +185,7 @@ def shared_amax(scheme: Scheme, shards: Shards, x: Tensor, weight: Tensor) -> di
 
 
 def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | None:
-    """Return why a layer cannot be cut so that it equals the whole one; None: it can be.
+    """Return why a sharded layer would differ from the whole one; None if it would not.
 
     `shape` is the whole weight's, [o i].
     """
@@ -227,7 +227,7 @@ def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | No
 
 
 def _block_along(quantizer: Quantizer, role: Role, dim: int) -> int | None:
-    """Return the length of a block along a dimension of its matrix; None: all of it."""
+    """Return the length of a block along a dimension of its matrix; None: the whole dimension."""
     if quantizer.tile is Tile.TENSOR:
         return None
     if quantizer.tile is Tile.SQUARE or _contracted(role) == dim:

@@ -1,11 +1,11 @@
 """The attention mask of the running forward pass, so that padding is never sampled.
 
-A layer sees rows, not sequences; the model sees the mask. One TokenMask per model hangs between
-them: hooks on the model, and on models inside it that may be called by themselves, set and clear it
-for the calling thread, layers read it there. A pass that is recomputed inside backward (activation
-checkpointing) does not come through the model, and may run in another thread. So the inputs that
-layers had in each call are remembered by fingerprint for as long as the call's graph lives, and a
-recomputed layer finds its mask by its input.
+A layer sees rows, not sequences; only the model sees the mask. Each model has one TokenMask. Hooks
+on the model, and on inner models that may be called directly, set and clear the mask of the calling
+thread, and layers read it. Activation checkpointing recomputes layers inside backward without
+calling the model, perhaps in another thread. TokenMask therefore remembers fingerprints of each
+call's layer inputs for as long as the call's graph lives, and a recomputed layer finds its mask by
+its input.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from metis_hf.noise import fingerprint
 from metis_hf.schemes.states import in_backward
 
 DECODER_MASK = "decoder_attention_mask"
-NO_LABEL = -100  # as transformers' losses leave tokens out
-_CALL = nn.Module._call_impl.__code__  # around hooks and the forward pass
+NO_LABEL = -100  # the label that transformers' losses ignore
+_CALL = nn.Module._call_impl.__code__  # the frame around hooks and forward pass
 
 
 class _Call:
-    """One call of the model with a mask, as far as backward may need it again."""
+    """One call of the model: its masks and layer inputs, which a recomputation may need."""
 
     def __init__(self, masks: tuple[Tensor, ...]) -> None:
         self.masks = masks
@@ -39,7 +39,7 @@ class _Call:
         self.inputs: dict[str, list[Tensor]] = {}  # layer -> fingerprints of its inputs
 
     def tie(self, output: Any) -> None:
-        """Make the graph of a model's output own this call, so that both go together."""
+        """Let the graph of the model's output own this call, so that both are freed together."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 metadata: Any = leaf.grad_fn.metadata
@@ -50,11 +50,11 @@ class _Running:
     """The call of the model that one thread is running."""
 
     def __init__(self) -> None:
-        self.model: nn.Module | None = None  # whose call it is; None outside of one
-        self.masks: tuple[Tensor, ...] = ()  # the one given, and its last columns; or guesses
-        # As `_rows` has them: layers that read one tensor are to have one mask.
+        self.model: nn.Module | None = None  # the called model; None outside a call
+        self.masks: tuple[Tensor, ...] = ()  # the given mask and its last columns, or candidates
+        # Cache of `_rows`: layers that read one tensor must get the same mask object.
         self.rows: dict[tuple[torch.device, int], Tensor] = {}
-        # The last one, until the next begins, whatever becomes of its output.
+        # The last call, kept until the next begins even if its output is freed.
         self.call: _Call | None = None
         self.grad_enabled = False
 
@@ -62,7 +62,7 @@ class _Running:
 class _PerThread(threading.local):
     """One `_Running` for each thread.
 
-    torch.compile follows changes of an object's attributes, and loses changes of a threading.local.
+    torch.compile tracks changes of an object's attributes, but loses changes of a threading.local.
     """
 
     def __init__(self) -> None:
@@ -70,20 +70,20 @@ class _PerThread(threading.local):
 
 
 class TokenMask:
-    """Knowledge of which rows of a layer's input are tokens, not padding.
+    """Tells layers which rows of their input are tokens, not padding.
 
-    Threads may share the model, and so may the replicas of nn.DataParallel, each in a thread: each
-    has the mask of its own call. If several of them train it at once on one device, recompute
-    activations, and give a layer equal inputs under different masks, then a recomputed layer takes
-    the mask of the calling thread; where backward has threads of its own (on a GPU), the last one.
+    Threads may share the model, as replicas of nn.DataParallel do; each has the mask of its own
+    call. If several threads train it at once on one device, recompute activations, and give a layer
+    equal inputs under different masks, a recomputed layer takes the mask of the calling thread; if
+    backward has its own threads (on a GPU), it takes the mask of the latest call.
 
-    A decoder whose batches have labels and no mask, as collators of transformers leave them, has
-    the rows with a label: -100 marks the others. Where labels do not reach the model either, since
-    Trainer smooths them, it has the rows whose token is not padding, in training. A model that
-    gives its decoder the encoder's tokens, one later, has the encoder's mask there, one later.
+    For a decoder without a mask, as transformers' collators leave it, the rows whose label is not
+    -100 are tokens. If Trainer smooths labels, and so does not pass them to the model, the rows
+    whose token is not padding are tokens, in training. If the model shifts the encoder's tokens
+    right by one for its decoder, the encoder's mask is shifted too.
 
-    A mask may be longer than a call's tokens, where keys and values of earlier tokens come
-    from a cache or from prefix tuning: its last columns belong to the call.
+    A mask may be longer than a call's tokens, if keys and values of earlier tokens come from a
+    cache or from prefix tuning: its last columns belong to the call.
 
     Args:
         argument: name of the model's argument that holds the mask, [b s].
@@ -96,7 +96,7 @@ class TokenMask:
         self._calls: tuple[weakref.ref[_Call], ...] = ()  # oldest first; replaced under the lock
 
     def register(self, model: nn.Module) -> None:
-        """Add hooks to the forward pass of the model, and of models inside it with such a mask."""
+        """Add hooks to the forward pass of the model, and of inner models that take this mask."""
         for module in model.modules():
             inner = module is not model
             if inner and not (isinstance(module, PreTrainedModel) and self._is_of(module)):
@@ -106,9 +106,9 @@ class TokenMask:
             module.register_forward_hook(_End(self), always_call=True)
 
     def _is_of(self, module: nn.Module) -> bool:
-        """Return whether a model inside another takes this mask, for layers that read it.
+        """Return whether an inner model takes this mask, and has layers that read it.
 
-        The decoder of an encoder-decoder calls its own mask what is the encoder's elsewhere.
+        In a decoder inside an encoder-decoder, `attention_mask` is the decoder's own mask.
         """
         masks = {id(each) for m in module.modules() if (each := getattr(m, "token_mask", None))}
         names = inspect.signature(module.forward).parameters
@@ -117,7 +117,7 @@ class TokenMask:
 
     @staticmethod
     def unregister(model: nn.Module) -> None:
-        """Remove every TokenMask's hooks from the model, and from models inside it."""
+        """Remove the hooks of every TokenMask from the model and its inner models."""
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, hook in list(hooks.items()):
@@ -130,13 +130,13 @@ class TokenMask:
     def runs(self) -> bool:
         """True inside a call of the model, in this thread.
 
-        A call that an interrupt ended has left its mask here: hooks after it have not run.
+        An interrupted call skips its end hook and leaves its mask, so this also checks the stack.
         """
         model = self._here.running.model
         return model is not None and (torch.compiler.is_compiling() or _is_called(model))
 
     def rows(self, x: Tensor, owner: str) -> Tensor | None:
-        """Return the mask as [t] bool for the rows of x [... c]; None where there is none for them.
+        """Return the mask as [t] bool for the rows of x [... c]; None if no mask fits them.
 
         Args:
             x: input of a layer: [b s c], or [b*s c].
@@ -160,7 +160,7 @@ class TokenMask:
         return running.rows[name]
 
     def _remember(self, masks: tuple[Tensor, ...]) -> _Call:
-        """Return a new call that `_recall` finds from any thread."""
+        """Register a new call, which `_recall` finds from any thread."""
         call = _Call(masks)
         with self._lock:
             alive = (known for known in self._calls if known() is not None)
@@ -168,11 +168,11 @@ class TokenMask:
         return call
 
     def _recall(self, x: Tensor, owner: str) -> Tensor | None:
-        """Return the mask of the remembered call that had this input; nothing leaves the device."""
+        """Return the mask of the remembered call that had this input, without host sync."""
         here = threading.get_ident()
         calls = [call for known in self._calls if (call := known()) is not None]
-        calls.sort(key=lambda call: call.thread == here)  # the later one wins
-        # A replica's fingerprints are on another device.
+        calls.sort(key=lambda call: call.thread == here)  # later ones win
+        # Fingerprints of other replicas are on other devices.
         seen = [
             (other, mask)
             for call in calls
@@ -189,7 +189,7 @@ class TokenMask:
         return found
 
     def _begin(self, model: nn.Module, given: dict[str, Any]) -> None:
-        """Take the mask of a call from its arguments by name."""
+        """Set the mask of a call from its arguments by name."""
         running = self._here.running
         mask = given.get(self.argument)
         decodes = self.argument == DECODER_MASK
@@ -207,7 +207,7 @@ class TokenMask:
 
     def _end(self, model: nn.Module, output: Any) -> None:
         running = self._here.running
-        if running.model is not model:  # one inside it
+        if running.model is not model:  # an inner model
             return
         running.masks = ()
         running.rows = {}
@@ -216,9 +216,9 @@ class TokenMask:
             running.call.tie(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenMask:
-        """Return the mask itself: a copy of a layer goes on in the same model.
+        """Return this mask: a copied layer stays in the same model.
 
-        Copies of the model have one of their own, which its hooks have made.
+        A copied model has its own mask, which its copied hooks make.
         """
         return self
 
@@ -231,12 +231,12 @@ class TokenMask:
 
 @dataclass(frozen=True)
 class _Hook:
-    """A hook of a model, which its copies have with a mask of their own."""
+    """A hook of a model; a copy of the model has a copy of the hook with its own mask."""
 
     mask: TokenMask
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        # Hooks are copied before the layers below them, which then find this mask.
+        # Hooks are copied before the layers of the model, which then find this mask in `memo`.
         mask = memo.setdefault(id(self.mask), TokenMask(self.mask.argument))
         return replace(self, mask=mask)
 
@@ -244,7 +244,7 @@ class _Hook:
 @dataclass(frozen=True)
 class _Begin(_Hook):
     names: tuple[str, ...]  # of the model's arguments
-    inner: bool  # of a model inside the one that was converted
+    inner: bool  # the hook is on an inner model
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.inner and self.mask.runs:
@@ -258,7 +258,7 @@ class _End(_Hook):
 
 
 def _positions(given: dict[str, Any], prefix: str) -> int | None:
-    """Return the number of positions of each sequence of a call; None where that is unknown."""
+    """Return the sequence length of a call; None if unknown."""
     for name in ("input_ids", "inputs_embeds"):
         value = given.get(prefix + name)
         if isinstance(value, Tensor) and value.dim() > 1:
@@ -267,10 +267,10 @@ def _positions(given: dict[str, Any], prefix: str) -> int | None:
 
 
 def _decoder_masks(model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return possible masks of a decoder that is given none; the one that fits its rows counts.
+    """Return candidate masks of a decoder without one; the first that fits its rows is used.
 
-    Of its labels [b s], which are no tokens' where they have another shape; of its tokens; of the
-    encoder's tokens, where the model makes them the decoder's, one later.
+    They come from labels [b s] (other shapes are not labels of tokens), from the decoder's tokens,
+    or, if the model shifts the encoder's tokens right for the decoder, from the encoder's mask.
     """
     masks = []
     labels, tokens = given.get("labels"), given.get("decoder_input_ids")
@@ -288,13 +288,13 @@ def _decoder_masks(model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, ...
 
 
 def _from_the_second(mask: Tensor) -> Tensor:
-    """Return a mask [b s] with the first token, which may be a decoder's padding."""
+    """Set a mask [b s] to True at the first token, which may equal the padding token."""
     mask[:, 0] = True
     return mask
 
 
 def _is_called(model: nn.Module) -> bool:
-    """Return whether a call of a model is under way in this thread."""
+    """Return whether this thread is inside a call of the model."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals.get("self") is model:
@@ -304,7 +304,7 @@ def _is_called(model: nn.Module) -> bool:
 
 
 def _fitting(masks: tuple[Tensor, ...], x: Tensor) -> Tensor | None:
-    """Return the mask [b s] that has an entry for each row of x [... c]; None where none has."""
+    """Return the first mask [b s] with an entry for each row of x [... c]; None if none has."""
     for mask in masks:
         if x.shape[:-1] == mask.shape or (x.dim() == 2 and x.shape[0] == mask.numel()):
             return mask

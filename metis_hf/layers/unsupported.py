@@ -1,4 +1,4 @@
-"""Refusals of uses that a quantized layer does not have, before torch fails with a riddle."""
+"""Refuses unsupported uses of a quantized layer, before torch fails with an obscure error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def refuse_batched_gradients(dy: Tensor) -> None:
     """Check that a backward pass gets one gradient.
 
     Raises:
-        NotImplementedError: it gets several at once, from `is_grads_batched` or `vectorize`.
+        NotImplementedError: it gets a batch of them, from `is_grads_batched` or `vectorize`.
     """
     if torch.compiler.is_compiling():
         return
@@ -83,10 +83,9 @@ def refuse_batched_gradients(dy: Tensor) -> None:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a backward function whose results refuse to be differentiated, and say why.
+    """Wrap a backward function so that differentiating its results raises a clear error.
 
-    As `torch.autograd.function.once_differentiable`, whose message names neither the layer's kind
-    nor a way out.
+    The message of `torch.autograd.function.once_differentiable` gives neither reason nor remedy.
     """
 
     @functools.wraps(backward)

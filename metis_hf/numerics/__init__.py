@@ -1,4 +1,4 @@
-"""Formats as data, rounding, block scaling, packed storage and error metrics; needs torch only."""
+"""Number formats, rounding, block scaling, packed storage and error metrics."""
 
 from metis_hf.numerics.formats import (
     E2M1,

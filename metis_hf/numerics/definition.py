@@ -1,14 +1,14 @@
-"""Block quantization of whole tensors by definition: the choices, scales and codes.
+"""The reference definition of block quantization: a quantizer's options, its scales and codes.
 
 The arithmetic is TransformerEngine's for NVFP4 (fp32, in this order; S is the encode scale):
     S     = min(448 * 6 / amax_tensor, FLT_MAX)                1 if amax_tensor is 0
     scale = e4m3(amax_block * (S * (1/6)))                     one rounding; (amax/6)*S rounds twice
     code  = e2m1(clamp(x * min(1 / (scale * (1/S)), FLT_MAX), -6, 6))
     value = (code * scale) * (1/S)                             code * scale is exact
-amax_tensor may be given: a block that needs a larger scale than 448 is then clipped. A block whose
-scale rounds to zero becomes zero. A NaN or inf makes the whole tensor NaN, its row where each row
-has an outer scale, its block where there is none above or amax_tensor is given. Nothing finite in
-fp32 gives NaN, unless a given amax is some 1e35 times too small for it.
+The caller may pass amax_tensor; blocks that would need a scale above 448 are then clipped. A block
+whose scale rounds to zero becomes zero. A NaN or inf turns the whole tensor into NaN; only its row
+if each row has an outer scale; only its block if there is no outer scale or the caller passes
+amax_tensor. Finite fp32 input never gives NaN, unless the amax passed is some 1e35 times too small.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ D = TypeVar("D", bound="QuantizerDefinition")
 
 
 class Blocks(NamedTuple):
-    """A quantized tensor, still laid out in blocks.
+    """A quantized tensor, still cut into blocks.
 
-    codes[b] * scale[b] is what codes and block scales represent, without the tensor scale. Of mixed
-    formats the scale's sign says which of two formats the codes of a block are in; see `mixed`.
+    Block b represents codes[b] * scale[b], before the tensor scale is applied. In mixed formats the
+    sign of the scale says which of two formats the codes of a block are in; see `mixed`.
     """
 
     codes: Tensor  # fp32 values in the element grid, padded and cut into blocks
     scale: Tensor  # fp32 values in the scale format, broadcastable against codes
-    global_scale: Tensor | None  # fp32 decode scale, 0-dim or of rows [.. 1]; None if one-level
+    global_scale: Tensor | None  # fp32 decode scale, 0-dim or per row [.. 1]; None if one-level
     element: ElementFormat = NVFP4.element  # of the codes
 
     def values(self) -> Tensor:
-        """Return the represented numbers, written in place of the codes."""
+        """Return the represented numbers; overwrites `codes`."""
         values = self.codes.mul_(steps_of(self.element, self.scale))
         return values if self.global_scale is None else values.mul_(in_blocks(self.global_scale))
 
 
 @dataclass(frozen=True)
 class QuantizerDefinition:
-    """The choices of a quantizer, and the result of each by definition.
+    """A quantizer's options, and the reference computation of its results.
 
-    `quantize.Quantizer` is the same with kernels that compute it, and says what the choices are;
-    kernels take either.
+    The subclass `quantize.Quantizer` documents the options and computes the same bits with kernels.
+    Kernels accept either class.
     """
 
     fmt: BlockFormat = NVFP4
@@ -155,7 +155,7 @@ class QuantizerDefinition:
         key: noise.Key | int | None = None,
         amax: Tensor | None = None,
     ) -> Blocks:
-        """Quantize `x` (not empty), laid out in blocks; `amax` as in `Quantizer.__call__`."""
+        """Quantize a non-empty `x` to `Blocks`; arguments as in `Quantizer.__call__`."""
         element, size = self.fmt.element, self.fmt.block_size
         dims = block_dims(self.tile, x.dim(), dim)
         x32 = to_blocks(x.detach().float(), self.tile, size, dim)
@@ -168,14 +168,14 @@ class QuantizerDefinition:
             round_ = functools.partial(round_stochastic, noise=u)
         codes = rounded(element, scale, y.clone() if eden else y, round_)
         if eden:
-            # One dimension: noise is drawn in groups of 16 along the last one.
+            # A 1-dim shape, because noise is drawn in groups of 16 along the last dimension.
             u = noise.uniform((scale.numel(),), noise.as_key(key).fold(SCALE_NOISE), x.device)
             scale = corrected_scale(scale, y, codes, dims, self.fmt.scale, u.view(scale.shape))
         decode = None if tensor is None else tensor.decode
         return Blocks(codes, scale, decode if decode is None else of_rows(decode), element)
 
     def in_code_units(self, x: Tensor, *, dim: int = -1) -> Tensor:
-        """Divide x (not empty) by its scales: what is clamped and rounded to codes; fp32."""
+        """Divide a non-empty `x` by its scales, fp32: the numbers that are clamped and rounded."""
         x32 = to_blocks(x.detach().float(), self.tile, self.fmt.block_size, dim)
         _, inverse, _ = self._scales(x32, block_dims(self.tile, x.dim(), dim))
         return from_blocks(x32 * inverse, x.shape, self.tile, dim)
@@ -183,7 +183,7 @@ class QuantizerDefinition:
     def _scales(
         self, x: Tensor, dims: tuple[int, ...], largest: Tensor | None = None
     ) -> tuple[Tensor, Tensor, TensorScale | None]:
-        """Return (block scales, what elements are multiplied by, tensor scale) of x in blocks."""
+        """Return (block scales, factors for the elements, tensor scale) of x cut into blocks."""
         assert self.scale_rounding is not None
         amax = x.abs().amax(dims, keepdim=True)
         tensor = None
@@ -217,25 +217,24 @@ class QuantizerDefinition:
         return self.rounding is Rounding.STOCHASTIC or self.scale_rule is ScaleRule.EDEN
 
     def deterministic(self: D) -> D:
-        """Return the same choices without noise: elements rounded to nearest.
+        """Return the same quantizer without noise: elements are rounded to nearest.
 
-        MS-EDEN, which is noise by nature, gives way to Four Over Six: what Quartet II has beside
-        it for the forward pass.
+        MS-EDEN, which needs noise, is replaced by Four Over Six, as in Quartet II's forward pass.
         """
         eden = self.scale_rule is ScaleRule.EDEN
         rule = ScaleRule.FOUR_OVER_SIX if eden else self.scale_rule
         return replace(self, rounding=Rounding.NEAREST, scale_rule=rule)
 
     def has_row_scales(self, x: Tensor, dim: int) -> bool:
-        """Return whether each row of x has an outer scale of its own."""
+        """Return whether each row of x has its own outer scale."""
         return self.outer_scale is OuterScale.TOKEN and dim % max(x.dim(), 1) == max(x.dim(), 1) - 1
 
     def saturated(self, x: Tensor, *, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-        """Share of elements beyond the largest value that their block can hold; 0-dim.
+        """Return the share of elements beyond the largest value their block can hold; 0-dim.
 
-        Zero with scales rounded up, to the last bit of fp32; 3.5 % of normally distributed
-        values with scales rounded to nearest. `amax` as in `Quantizer.__call__`. Scales come
-        from `deterministic`, since MS-EDEN's have noise.
+        With scales rounded up the share is zero (4 fp32 eps are tolerated); with scales rounded to
+        nearest it is 3.5 % for normally distributed values. `amax` as in `Quantizer.__call__`. The
+        scales come from `deterministic`, since MS-EDEN's contain noise.
         """
         if x.numel() == 0:
             return x.new_zeros((), dtype=torch.float32)
@@ -250,12 +249,12 @@ class QuantizerDefinition:
 
 
 def in_blocks(scale: Tensor) -> Tensor:
-    """Return an outer scale, 0-dim or of rows [.. 1], as it is multiplied with blocks."""
+    """Reshape an outer scale, 0-dim or per row [.. 1], to broadcast against blocks."""
     return scale[..., None] if scale.dim() else scale
 
 
 def of_rows(scale: Tensor) -> Tensor:
-    """Return an outer scale in blocks as it is multiplied with the tensor."""
+    """Invert `in_blocks`: reshape an outer scale to broadcast against the tensor."""
     return scale[..., 0] if scale.dim() else scale
 
 

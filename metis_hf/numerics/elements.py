@@ -1,7 +1,7 @@
-"""Number formats of elements as data: which values exist, and which bits stand for them.
+"""Element formats as data: the values of a format, and their bit patterns.
 
-A grid is a small float's, the integers', or any list of values. What scales do to it is in
-`formats`; how values reach it in `rounding`.
+A format is a small float, an integer or any list of values. `formats` combines it with scales;
+`rounding` rounds to it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from metis_hf.noise import constant
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers as a tensor [n]; do not write to it.
 
-    It is kept: the host would wait for each copy to a GPU.
+    The tensor is cached, because the host would wait for each copy to a GPU.
     """
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _check_bits(name: str, bits: int) -> None:
-    """Refuse a size that codes are not stored in."""
     if not 2 <= bits <= 8:
         raise ValueError(
             f"format {name!r} has {bits} bits, and codes are stored in bytes; give 2 to 8 bits"
@@ -38,14 +37,14 @@ class FloatFormat:
     """A small binary floating-point format with sign and subnormals.
 
     Args:
-        name: for people.
+        name: display name.
         exponent_bits: width of the exponent field.
         mantissa_bits: width of the fraction field.
         bias: exponent bias.
-        max: largest finite value; it says which of the top codes are values and which are not.
+        max: largest finite value; codes above it are not values.
 
     Raises:
-        ValueError: no bit of exponent or fraction, more than 8 bits, or a `max` that no code has.
+        ValueError: no exponent or mantissa bit, more than 8 bits, or a `max` that no code has.
     """
 
     name: str
@@ -62,7 +61,7 @@ class FloatFormat:
                 "values in a CodebookFormat"
             )
         _check_bits(self.name, self.bits)
-        # Not when it is first asked for: torch.compile does not trace what caches values.
+        # Computed here, not cached on first use, which torch.compile cannot trace.
         object.__setattr__(self, "_grid", self._values())
         if self.grid[-1] != self.max:
             raise ValueError(
@@ -106,12 +105,12 @@ class FloatFormat:
         return tuple(values)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return sign bit, exponent, mantissa, from the high bit down, in a uint8's low bits."""
+        """Return codes (uint8) of grid values: sign, exponent, mantissa, from high to low bits."""
         magnitude = torch.bucketize(
             values.abs().contiguous(), on_device(self.grid, values.dtype, values.device)
         )
         sign = values.signbit().to(torch.uint8) << (self.bits - 1)
-        # NaN falls off the grid's end; its block scale says what it was.
+        # The index of NaN is past the end; any code will do, since its block scale is NaN.
         return magnitude.clamp_(max=len(self.grid) - 1).to(torch.uint8) | sign
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -127,11 +126,11 @@ class IntFormat:
     """Symmetric two's complement integers; the most negative code is not used.
 
     Args:
-        name: for people.
-        bits: 2 to 8, with the sign.
+        name: display name.
+        bits: 2 to 8, including the sign.
 
     Raises:
-        ValueError: another number of bits.
+        ValueError: `bits` is not 2 to 8.
     """
 
     name: str
@@ -142,7 +141,7 @@ class IntFormat:
 
     @property
     def mantissa_bits(self) -> int:
-        """Return a value as if the sign and the leading bit were apart: the spacing is 1."""
+        """Bits below the sign and the leading bit, which make the spacing 1."""
         return self.bits - 2
 
     @property
@@ -162,7 +161,7 @@ class IntFormat:
         return tuple(float(value) for value in range(2 ** (self.bits - 1)))
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the two's complement in the low bits of a uint8. The sign of a zero is lost."""
+        """Return the two's complement in the low bits of a uint8; the sign of zero is lost."""
         return values.nan_to_num().to(torch.int16).bitwise_and_(2**self.bits - 1).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -171,24 +170,25 @@ class IntFormat:
         return ((codes.to(torch.int16) + half) % (2 * half) - half).float()
 
 
-# Constant spacing inside a power of two: at y it is `2^-mantissa_bits` times the power of two at or
-# below |y|, that power held within [min_normal, max_power].
+# Formats with constant spacing in each binade: at y the spacing is `2^-mantissa_bits` times the
+# power of two at or below |y|, clamped to [min_normal, max_power].
 SpacedFormat: TypeAlias = FloatFormat | IntFormat
 
 
 @dataclass(frozen=True)
 class CodebookFormat:
-    """Any values at all: the code of a value is its place in the list.
+    """An arbitrary list of values; the code of a value is its index in the list.
 
-    Zero must be a value, since padding is zero. The largest magnitude is what a block's amax is
-    scaled to; it may have one sign only, and what lies beyond the other end becomes that end.
+    Zero must be a value, since padding is zero. A block's amax is scaled to the largest magnitude
+    in the list. If only one sign has that magnitude, elements beyond the other end of the list are
+    clamped to that end.
 
     Args:
-        name: for people.
-        values: ascending, at most 256.
+        name: display name.
+        values: 2 to 256 finite numbers, ascending.
 
     Raises:
-        ValueError: values that are not ascending, too many, or without zero.
+        ValueError: values that are not finite or not ascending, too few or too many, or no zero.
     """
 
     name: str
@@ -223,10 +223,10 @@ class CodebookFormat:
         return on_device(self.values, torch.float32, device)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the places (uint8) of values of the codebook; arbitrary ones of NaN."""
+        """Return the indices (uint8) of codebook values; the index for NaN is arbitrary."""
         places = torch.bucketize(values.contiguous(), self.table(values.device))
         return places.clamp_(max=len(self.values) - 1).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the fp32 values at places (uint8)."""
+        """Return the fp32 values at indices (uint8)."""
         return self.table(codes.device)[codes.long()]

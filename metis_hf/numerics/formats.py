@@ -1,4 +1,4 @@
-"""Number formats as data: which values exist, and how a block of them is scaled.
+"""Block formats as data: the element values, and the scales of their blocks.
 
 Four bits hold few values: E2M1 (2 exponent bits, 1 mantissa bit) has 0, .5, 1, 1.5, 2, 3, 4, 6 and
 their negatives. A tensor fits on that grid only block by block, each block with its own scale:
@@ -6,13 +6,13 @@ their negatives. A tensor fits on that grid only block by block, each block with
     value = code * scale * global_scale
 
 NVFP4: blocks of 16, scale in E4M3 (8 bits: 3 mantissa bits, 2^-9 to 448), and one fp32 scale for
-the tensor, since E4M3 alone spans too little for gradients. 4.5 bits an element.
+the tensor, since E4M3 alone spans too little for gradients. 4.5 bits per element.
 MXFP4: blocks of 32, scale in E8M0 (a power of two, 2^-127 to 2^127), no tensor scale. 4.25 bits.
-The scale of a block puts its largest magnitude (amax) at or near the largest code, 6. The more
-mantissa the scale has, the nearer; the smaller the block, the less its other elements suffer.
+A block's scale puts its largest magnitude (amax) at or near the largest code, 6. The more mantissa
+bits the scale has, the closer it gets; the smaller the block, the fewer elements share one amax.
 
-A format only says which numbers exist; how values reach them is in `rounding` (element by element),
-`scaling` (the scale of a block) and `quantize` (whole tensors).
+A format only defines which numbers exist. `rounding` rounds elements to them, `scaling` computes
+the scales of blocks, and `quantize` handles whole tensors.
 
 >>> E2M1.grid
 (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -45,22 +45,22 @@ E3M2 = FloatFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
 E4M3 = FloatFormat("e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0)
 E5M2 = FloatFormat("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=57344.0)
 INT4_ELEMENT = IntFormat("int4", bits=4)
-# Both have the largest value 6, so that a block's scale does not depend on which it takes.
+# Both formats have the largest value 6, so that a block has the same scale in either.
 E2M1_OR_SEVENTHS = MixedFormat("e2m1|int4*6/7", (E2M1, INT4_ELEMENT), units=(1.0, 6 / 7))
-# E1M2's values, 0 to 3.5 by halves, are the integers to 7 over 2: a scale takes the 2.
+# E1M2's values, 0 to 3.5 in steps of .5, are the integers to 7 divided by 2; scales absorb the 2.
 E2M1_OR_E1M2 = MixedFormat("e2m1|int4", (E2M1, INT4_ELEMENT))
 
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """The format of a block scale, and how an exact scale reaches it.
+    """The format of a block scale, and the roundings to it.
 
     Args:
-        name: for people.
+        name: display name.
         dtype: the torch dtype that stores it.
         max: largest value.
-        roundings: the `ScaleRounding` values that it takes; the first is the default.
-        tensor_scale: whether an fp32 scale per tensor stands above it, because its range is small.
+        roundings: the supported `ScaleRounding` values; the first is the default.
+        tensor_scale: whether, by default, an fp32 tensor scale extends the small range.
     """
 
     name: str
@@ -84,7 +84,7 @@ SCALE_FP32 = ScaleFormat("fp32", torch.float32, FLT_MAX, roundings=("nearest",))
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Elements of one format that share a scale of another, block by block.
+    """An element format and a scale format; the elements of a block share one scale.
 
     Args:
         name: the name used in configs and tables.
@@ -135,12 +135,12 @@ FP8_E4M3 = BlockFormat("fp8-e4m3", E4M3, SCALE_FP32, None, _TE)
 FP8_E5M2 = BlockFormat("fp8-e5m2", E5M2, SCALE_FP32, None, _TE)
 INT4 = BlockFormat("int4", INT4_ELEMENT, SCALE_FP32, 32, "symmetric group quantization")
 NVINT4 = BlockFormat("nvint4", INT4_ELEMENT, SCALE_E4M3, 16, "arXiv 2510.25602")
-# E1M2 without its tensor scale: its values, 0 to 3.5 by halves, are the integers to 7 over 2.
+# E1M2 without its tensor scale; E1M2's values are the integers to 7 divided by 2.
 UFP4 = BlockFormat("ufp4", INT4_ELEMENT, SCALE_FP32, 16, "arXiv 2606.20381")
 IF4 = BlockFormat("if4", E2M1_OR_SEVENTHS, SCALE_E4M3, 16, "arXiv 2603.28765")
 MIXFP4 = BlockFormat("mixfp4", E2M1_OR_E1M2, SCALE_E4M3, 16, "arXiv 2605.31035")
 
-_redefinable: set[str] = set()  # names of formats that a failed import left behind
+_redefinable: set[str] = set()  # names of formats that a failed import registered
 
 FORMATS: dict[str, BlockFormat] = {
     fmt.name: fmt
@@ -160,17 +160,17 @@ FORMATS: dict[str, BlockFormat] = {
         MIXFP4,
     )
 }
-OWN_FORMATS = tuple(FORMATS.values())  # this package's, before anyone registers others
+OWN_FORMATS = tuple(FORMATS.values())  # this package's own, without registered ones
 
 
 def register_format(fmt: BlockFormat) -> BlockFormat:
-    """Make a format known by its name, to configs, to the command line and to `get_format`.
+    """Register a format by name, for configs, the command line and `get_format`.
 
     Returns:
         The format.
 
     Raises:
-        ValueError: another format has the name.
+        ValueError: a different format has the name.
     """
     if fmt.name in _redefinable:
         _redefinable.remove(fmt.name)
@@ -181,18 +181,18 @@ def register_format(fmt: BlockFormat) -> BlockFormat:
 
 
 def let_redefine(names: Iterable[str]) -> None:
-    """Let other formats take these names: those that an import registered before it failed.
+    """Allow other formats to replace those that an import registered before it failed.
 
-    They stay until then: a module of theirs that has not failed is not run a second time.
+    The old ones stay until then: modules of that import which succeeded do not run a second time.
     """
     _redefinable.update(names)
 
 
 def get_format(fmt: str | BlockFormat) -> BlockFormat:
-    """Return the format of that name; a format is returned as it is.
+    """Return the format of that name; a `BlockFormat` is returned unchanged.
 
     Raises:
-        ValueError: no such name; the message lists the names and the nearest one.
+        ValueError: unknown name; the message lists the names and the closest one.
     """
     if isinstance(fmt, BlockFormat):
         return fmt

@@ -1,4 +1,4 @@
-"""Blocks of elements that share a scale: cutting a tensor, and putting it together again."""
+"""Cutting a tensor into blocks of elements that share a scale, and reassembling it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Tile(str, enum.Enum):
     """Shape of a block."""
 
     ROW = "row"  # 1 x block_size along one dimension; without a block size, the whole row
-    SQUARE = "square"  # block_size x block_size over the last two: the same blocks transposed
+    SQUARE = "square"  # block_size x block_size over the last two dims; a transpose keeps blocks
     TENSOR = "tensor"  # one block
 
 

@@ -1,4 +1,4 @@
-"""Distances of a quantized tensor from the original."""
+"""Distances between a quantized tensor and the original."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def sqnr_db(x: Tensor, x_hat: Tensor) -> Tensor:
     """Return the SQNR, 10 log10(|x|^2 / |x - x_hat|^2), in dB; 0-dim.
 
-    Infinite where they are equal; NaN where both are zero, or `x` is not finite.
+    Infinite if they are equal; NaN if both are zero or `x` is not finite.
     """
     x, x_hat = x.detach().double(), x_hat.detach().double()
     return 10 * torch.log10(x.square().sum() / (x - x_hat).square().sum())

@@ -1,11 +1,11 @@
-"""Elements of two formats, of which each block takes one: the sign of its scale says which.
+"""Mixed element formats: each block uses one of two formats; the sign of its scale says which.
 
-A block scale is never negative, so the sign bit of a float that stores it is free. Formats that use
-it are IF4 (arXiv 2603.28765) and MixFP4 (arXiv 2605.31035): E2M1 where a block has outliers, the
-integers to 7 where its magnitudes are even.
+A block scale is never negative, so the sign bit of the float that stores it is free. IF4 (arXiv
+2603.28765) and MixFP4 (arXiv 2605.31035) use the bit to choose E2M1 for blocks with outliers, and
+the integers up to 7 for blocks of similar magnitudes.
 
-The functions here take any element format, so that callers need not ask which kind they have: the
-steps, codes and bits of one format equal a mixed one's whose blocks all take the first.
+The functions here take every element format, so that callers need no case distinction: a plain
+format behaves like a mixed one whose blocks all use the first format.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from metis_hf.numerics.elements import CodebookFormat, SpacedFormat
 
 @dataclass(frozen=True)
 class MixedFormat:
-    """Either of two formats; what a code stands for depends on the sign of its block's scale.
+    """Two element formats; the sign of a block's scale says which one its codes are in.
 
         value = code * unit * |scale|
 
-    A block's amax is scaled to the largest code of its format. Where both largest codes, times
-    their units, are the same number, the two formats have one scale between them.
+    A block's amax is scaled to the largest code of its format. If the largest code times the unit
+    is the same in both formats, so is the magnitude of the scale.
 
     Args:
-        name: for people.
-        formats: of blocks whose scale has no sign, and of blocks whose scale has one.
-        units: what the codes of either are multiplied by.
+        name: display name.
+        formats: of blocks whose scale has a clear sign bit, and of blocks whose sign bit is set.
+        units: factor of the codes of each format.
 
     Raises:
-        ValueError: formats of different numbers of bits.
+        ValueError: the formats have different numbers of bits.
     """
 
     name: str
@@ -56,23 +56,23 @@ class MixedFormat:
 
     @property
     def max(self) -> float:
-        """Return the largest value of the first format, which tensor scales are made for."""
+        """Return the largest value of the first format, from which tensor scales are computed."""
         return self.formats[0].max * self.units[0]
 
     def each(self, scale: Tensor, one: Callable[[SpacedFormat], Tensor]) -> Tensor:
-        """Apply `one` to the format of each block, which its scale says."""
+        """Call `one` for both formats; select each block's result by the sign of its scale."""
         first, second = map(one, self.formats)
         return torch.where(scale.signbit(), second, first)
 
 
 def _by_format(scale: Tensor, first: float, second: float) -> Tensor:
-    """Return a number for the format of each block, by its scale; fp32."""
+    """Return `first` or `second` for each block, by the sign of its scale; fp32."""
     numbers = torch.full_like(scale, first, dtype=torch.float32)
     return torch.where(scale.signbit(), second, numbers)
 
 
 def ends(element: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest code times the step of each block, fp32."""
+    """Return the smallest and the largest value of each block's codes * step, fp32."""
     if isinstance(element, CodebookFormat):
         return scale * element.values[0], scale * element.values[-1]
     if isinstance(element, MixedFormat):
@@ -84,7 +84,7 @@ def ends(element: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def steps_of(element: Any, scale: Tensor) -> Tensor:
-    """Return the factors of codes, fp32, from block scales as they are stored."""
+    """Return the step of each block, fp32: the factor of its codes, from its stored scale."""
     scale = scale.float()
     if not isinstance(element, MixedFormat):
         return scale
@@ -94,21 +94,21 @@ def steps_of(element: Any, scale: Tensor) -> Tensor:
 def rounded(
     element: Any, scale: Tensor, y: Tensor, rounding: Callable[[Tensor, Any], Tensor]
 ) -> Tensor:
-    """Clamp y, which is in units of the steps, and round it to codes; y may be overwritten."""
+    """Clamp y, elements divided by their step, and round it to codes; may overwrite y."""
     if not isinstance(element, MixedFormat):
         return rounding(y.clamp_(-element.max, element.max), element)
     return element.each(scale, lambda fmt: rounding(y.clamp(-fmt.max, fmt.max), fmt))
 
 
 def encoded(element: Any, scale: Tensor, codes: Tensor) -> Tensor:
-    """Return the bit patterns (uint8) of codes; `scale` is broadcastable against them."""
+    """Return the bit patterns (uint8) of codes; `scale` must broadcast against them."""
     if not isinstance(element, MixedFormat):
         return element.encode(codes)
     return element.each(scale, lambda fmt: fmt.encode(codes))
 
 
 def decoded(element: Any, scale: Tensor, bits: Tensor) -> Tensor:
-    """Return the codes, fp32, of bit patterns; `scale` is broadcastable against them."""
+    """Return the codes, fp32, of bit patterns; `scale` must broadcast against them."""
     if not isinstance(element, MixedFormat):
         return element.decode(bits)
     return element.each(scale.float(), lambda fmt: fmt.decode(bits))

@@ -1,12 +1,13 @@
-"""Quantized matrices as the GEMM of FP4 units reads them, and that GEMM.
+"""GEMMs on hardware FP4 units: the layout of their operands, and the call.
 
-The GEMM is torch's `scaled_mm` (2.13: `torch.nn.functional.scaled_mm`), inside an operator of our
-own: torch.compile passes it by, where Inductor's lowering would refuse swizzled scales. Whether an
-operand may take this way is decided above, in `layers.native`.
+The GEMM is torch 2.13's `torch.nn.functional.scaled_mm`, wrapped in a custom operator, which is
+opaque to torch.compile: Inductor's lowering of `scaled_mm` rejects swizzled scales. `layers.native`
+decides which operands use this GEMM.
 
-Facts of torch 2.13, from its source: codes are uint8 [M, K/2] viewed as `float4_e2m1fn_x2`, the
-even element in the low nibble; the second matrix is [N, K/2], transposed; K % 32 and N % 16 are 0;
-block scales are swizzled and padded to [128 R, 4 C]; tensor scales are decode scales.
+Requirements of torch 2.13, from its source: codes are uint8 [M, K/2] viewed as
+`float4_e2m1fn_x2`, the even element in the low nibble; the second matrix is [N, K/2], transposed;
+K % 32 and N % 16 are 0; block scales are swizzled and padded to [128 R, 4 C]; tensor scales are
+decode scales.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ Gemm = Callable[..., Tensor]  # with the arguments of torch.nn.functional.scaled
 
 _ROWS, _CONTRACTED = 16, 32  # rows and length are padded to multiples of these
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4  # of a tile of swizzled scales
-# Compute capabilities whose FP4 units torch multiplies with: B200 and B300, RTX 50. MXFP4 goes
-# through another library than NVFP4, which is for the first two only.
+# Compute capabilities on which torch supports each FP4 GEMM: B200, B300 and RTX 50. The library
+# for MXFP4 supports only the first two.
 CAPABILITIES = {NVFP4.name: ((10, 0), (10, 3), (12, 0)), MXFP4.name: ((10, 0), (10, 3))}
-# Of results.
+# Dtypes that the result of a GEMM may have.
 DTYPES = {
     NVFP4.name: (torch.bfloat16, torch.float16, torch.float32),
     MXFP4.name: (torch.bfloat16,),
@@ -48,8 +49,8 @@ class NativeMatrix(NamedTuple):
     Attributes:
         codes: uint8 [rows' n'/2], the even element in the low nibble; rows' and n' are rows and n
             padded with zeros to multiples of 16 and 32.
-        scale: block scales in their stored dtype, flat, as `swizzle` leaves them.
-        global_scale: fp32 [1], or None for a format without.
+        scale: block scales in their stored dtype, flat, in the order of `swizzle`.
+        global_scale: fp32 [1], or None for a format without a tensor scale.
         rows, length: rows and n.
     """
 
@@ -60,7 +61,7 @@ class NativeMatrix(NamedTuple):
     length: int
 
     def values(self) -> Tensor:
-        """Return code * block scale, fp32 [rows n]: the represented matrix over `global_scale`."""
+        """Return code * block scale, fp32 [rows n], without the factor `global_scale`."""
         codes = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
         size = _block_size(self.scale)
         bits = unswizzle(self.scale.view(torch.uint8), codes.shape[0], codes.shape[1] // size)
@@ -76,15 +77,15 @@ def native_matrix(
     shape: tuple[int, int],
     contracted: int,
 ) -> NativeMatrix:
-    """Lay codes and scales of a matrix [t c] out for a GEMM; no number changes.
+    """Rearrange codes and scales of a matrix [t c] for a GEMM; no value changes.
 
     Args:
-        packed: what `kernels.pack` gave, in NVFP4 or MXFP4.
+        packed: result of `kernels.pack`, in NVFP4 or MXFP4.
         quantizer, dim, shape: as for `kernels.unpack`.
-        contracted: the dimension that the GEMM contracts: `dim`, or for square tiles either.
+        contracted: the dimension that the GEMM contracts: `dim`, or either one for square tiles.
 
     Returns:
-        [t c] where `contracted` is -1, else its transpose.
+        The matrix [t c] if `contracted` is its last dimension, else the transpose.
     """
     fmt, square = quantizer.fmt, quantizer.tile is Tile.SQUARE
     assert square or (dim - contracted) % 2 == 0, "blocks must lie along what the GEMM contracts"
@@ -94,7 +95,7 @@ def native_matrix(
     if contracted % 2 == 0:
         codes, bits = codes.T, bits.T
     rows, length = codes.shape
-    if square:  # a tile's scale once for each of its rows
+    if square:  # repeat a tile's scale for each of its rows
         assert fmt.block_size is not None
         bits = bits.repeat_interleave(fmt.block_size, 0)[:rows]
     codes = F.pad(codes, (0, -length % _CONTRACTED, 0, -rows % _ROWS))
@@ -113,13 +114,13 @@ def native_matrix(
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Lay block scales [rows blocks] out as cuBLAS's tiles of 128 x 4, zeros in the padding.
+    """Rearrange block scales [rows blocks] into cuBLAS's tiles of 128 x 4, zero-padded.
 
-    A tile is contiguous; in it row 32 a + b, column c is at 16 b + 4 a + c ("32 x 4 x 4", cuBLAS:
-    1D block scaling factors layout).
+    A tile is contiguous; its row 32 a + b, column c is at 16 b + 4 a + c ("32 x 4 x 4", cuBLAS: 1D
+    block scaling factors layout).
 
     Returns:
-        Flat, of the dtype of `scale`; one of 8 bits that torch can pad.
+        Flat tensor in the dtype of `scale`, an 8-bit dtype that torch can pad.
     """
     rows, blocks = scale.shape
     scale = F.pad(scale, (0, -blocks % _SCALE_COLUMNS, 0, -rows % _SCALE_ROWS))
@@ -152,7 +153,7 @@ def _fp4_gemm(
     global_b: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return codes [m k/2] by codes [n k/2] -> [m n], of padded matrices."""
+    """Multiply padded codes [m k/2] by padded codes [n k/2], giving [m n]."""
     gemm = _stand_in or F.scaled_mm  # type: ignore[attr-defined]
     return call_gemm(gemm, a, scale_a, global_a, b, scale_b, global_b, dtype)
 
@@ -180,9 +181,9 @@ def call_gemm(
     global_b: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Call torch's `scaled_mm`, or its stand-in; the arguments are fields of `NativeMatrix`.
+    """Call torch's `scaled_mm` or its stand-in; the arguments are fields of `NativeMatrix`.
 
-    Tensor scales are multiplied in before the result is rounded to `dtype`.
+    The GEMM applies the tensor scales before it rounds the result to `dtype`.
     """
     scaling, swizzles = F.ScalingType, F.SwizzleType  # type: ignore[attr-defined]
     scales_a, scales_b = [scale_a], [scale_b]
@@ -206,9 +207,9 @@ def call_gemm(
 
 @contextlib.contextmanager
 def use_gemm(gemm: Gemm) -> Iterator[None]:
-    """Let another function stand in for `scaled_mm` in the block, on every device.
+    """Replace `scaled_mm` by another function inside a `with` block, on every device.
 
-    For tests without FP4 units. It is called as torch's is, with the very same tensors.
+    For tests without FP4 units. The function gets the arguments that `scaled_mm` would get.
     """
     global _stand_in
     before, _stand_in = _stand_in, gemm
@@ -220,10 +221,10 @@ def use_gemm(gemm: Gemm) -> Iterator[None]:
 
 @torch.compiler.assume_constant_result
 def obstacle_of_device(device: torch.device, fmt: str) -> str | None:
-    """Return why FP4 GEMMs cannot run on a device, in a clause; None if they can.
+    """Return the reason, as a clause, that FP4 GEMMs cannot run on a device; None if they can.
 
     Args:
-        device: of the operands.
+        device: device of the operands.
         fmt: name of the format, one of `CAPABILITIES`.
     """
     if not hasattr(F, "scaled_mm"):
@@ -236,9 +237,9 @@ def obstacle_of_device(device: torch.device, fmt: str) -> str | None:
 
 
 def device_to_be(device: torch.device) -> torch.device:
-    """Return where a model is taken to run that is on `device` when it is converted.
+    """Return the device on which a model converted on `device` is expected to run.
 
-    A model on a CPU or without storage yet will be moved to the GPU, where there is one.
+    A model on the CPU or the meta device is expected to move to the GPU, if there is one.
     """
     if device.type in ("cpu", "meta") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

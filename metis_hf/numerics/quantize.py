@@ -1,6 +1,6 @@
-"""Quantizers of whole tensors, computed by the kernels in force: there and back.
+"""Fake quantization of whole tensors, computed by the selected kernels.
 
-Their arithmetic equals `definition`, to the bit.
+The results equal `definition` bit for bit.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from metis_hf.numerics.scaling import OuterScale
 
 @dataclass(frozen=True)
 class Quantizer(QuantizerDefinition):
-    """The choices of a quantizer, and the call that quantizes a tensor.
+    """A quantizer: its options, and the calls that quantize a tensor.
 
-    Layers call it at each use, so it checks no tensors: that `x` is floating point, `dim` one of
-    its dimensions and `amax` one number is the caller's to see to. `fake_quantize` does.
+    Layers call it at each use, so it does not check its arguments: the caller must ensure that `x`
+    is floating point, `dim` is one of its dimensions and `amax` is one number. `fake_quantize`
+    checks them.
 
     Args:
         fmt: the block format, or its name.
-        rounding: of elements.
-        scale_rounding: of block scales; None takes the format's default.
-        two_level: one fp32 scale per tensor above the block scales; None: if the format has one.
+        rounding: rounding of elements.
+        scale_rounding: rounding of block scales; None takes the format's default.
+        two_level: whether there is an fp32 scale above the block scales; None takes the format's
+            default.
         tile: shape of a block.
-        scale_rule: which code the largest magnitude of a block is scaled to.
-        outer_scale: what has one fp32 scale of the second level: the tensor, or each of its rows.
-            Blocks along another dimension than the last cross the rows: then the tensor has one.
+        scale_rule: rule for the code to which a block's largest magnitude is scaled.
+        outer_scale: whether the tensor or each of its rows has an fp32 scale above the block
+            scales. If blocks run along a dimension other than the last, the tensor has one.
 
     Raises:
-        ValueError: choices that do not exist, or not together; the message says which do.
+        ValueError: an unknown option, or options that exclude each other; the message names valid
+            ones.
     """
 
     def __call__(
@@ -51,20 +54,19 @@ class Quantizer(QuantizerDefinition):
         plus: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> Tensor:
-        """Fake-quantize: the shape of `x`, rounded from fp32 to `dtype` at the end.
+        """Quantize and dequantize `x` in fp32, then round once to `dtype`.
 
-        With `minus` and `plus` it is plus + Q(x - minus), in the same passes over memory.
+        With `minus` and `plus`, compute plus + Q(x - minus) in the same passes over memory.
 
         Args:
             x: any shape and float dtype.
             dim: the dimension that row blocks run along; other tiles do not use it.
-            key: noise key, where `needs_noise`.
-            dtype: of the result.
-            minus: of the shape of `x`, fp32 (fp64): taken off before.
-            plus: the same, added after.
-            amax: 0-dim, finite and >= 0, on any device: the tensor scale is made of it instead of
-                the largest magnitude of `x`. Blocks that need a larger scale than the largest are
-                clipped.
+            key: noise key; required if `needs_noise`.
+            dtype: dtype of the result.
+            minus: fp32 or fp64, in the shape of `x`; subtracted first.
+            plus: the same, added last.
+            amax: 0-dim, finite and >= 0, on any device; sets the tensor scale in place of the
+                largest magnitude. Blocks that need a scale above the largest one are clipped.
         """
         if x.numel() == 0:
             return x.to(dtype)
@@ -81,14 +83,14 @@ class Quantizer(QuantizerDefinition):
         dtype: torch.dtype = torch.float32,
         amax: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Quantize with the outer scale apart: (code * block scale, global scale).
+        """Quantize without applying the outer scale: return (code * block scale, global scale).
 
-        The global scale is 0-dim, or [.. 1] where each row has one.
+        The global scale is 0-dim, [.. 1] if each row has one, or None.
 
-        Under E8M0 block scales, and for 4-bit elements under E4M3 ones, code * block scale has 7
-        significant bits at most, so bf16 holds it exactly (not for "if4", whose integer blocks have
-        a step of 6/7); the product with the fp32 tensor scale it could not. A GEMM applies the
-        tensor scales to its output. Under fp32 block scales bf16 rounds most values.
+        With E8M0 block scales, and with E4M3 block scales on 4-bit elements, code * block scale has
+        at most 7 significant bits, so bf16 holds it exactly (except "if4", whose integer blocks
+        have a step of 6/7). bf16 could not hold the product with the fp32 tensor scale, so a GEMM
+        applies the tensor scales to its output. With fp32 block scales bf16 rounds most values.
         """
         if x.numel() == 0:
             return x.to(dtype), None
@@ -130,10 +132,10 @@ def fake_quantize(
 ) -> Tensor:
     """Quantize to `fmt` and back: the values that a tensor stored in that format would have.
 
-    Arithmetic is fp32 whatever the input. The gradient is straight-through (the identity).
+    Arithmetic is fp32 for every input dtype. The gradient is straight-through (the identity).
 
     Args:
-        x: any shape, any float dtype; zero-padded to whole blocks along `dim`, padding dropped.
+        x: any shape, any float dtype; zero-padded internally to whole blocks.
         fmt: a block format or its name: "nvfp4", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2",
             "mxfp8-e4m3", "mxfp8-e5m2", "fp8-e4m3", "fp8-e5m2", "int4", "nvint4", "ufp4",
             "if4", "mixfp4".
@@ -141,28 +143,29 @@ def fake_quantize(
         rounding: "nearest" (ties to even) or "stochastic" (unbiased).
         scale_rounding: E4M3 scales: "nearest" (TransformerEngine, the default) or "up"
             (arXiv 2509.00404: never clips). E8M0 scales: "floor" (OCP MX, the default), "up" or
-            "even" (of an amax rounded to as many bits as a code has).
-        two_level: one fp32 scale per tensor above E4M3 block scales; by default if the format has
-            one. Without it, block scales of values below about 1e-2 underflow E4M3 and the tensor
-            is lost.
+            "even" ("floor" of an amax rounded to the precision of a code).
+        two_level: whether there is an fp32 scale above E4M3 block scales; None takes the format's
+            default. Without it, block scales of values below about 1e-2 underflow E4M3 and the
+            values become zero.
         tile: "row" (1 x block size; the whole row for "fp8-*"), "square" (block size x block size
             over the last two dimensions) or "tensor" (one scale; for fp32 scales).
-        scale_rule: "absmax"; for NVFP4 only: "four-over-six" (arXiv 2512.02010), "search" (six
-            scales in the same way) and "eden" (arXiv 2601.22813: unbiased in a random basis,
-            with noise in the scales alone); for NVFP4, IF4 and MixFP4: "unbiased" (amax on 16/17 of
-            6: stochastic rounding is then unbiased with scales to nearest).
-        outer_scale: what has one fp32 scale of the two-level kind: "tensor", or "token": each row,
-            where row blocks run along the last dimension.
+        scale_rule: "absmax"; for NVFP4 only: "four-over-six" (arXiv 2512.02010), "search" (the same
+            with six candidate scales) and "eden" (arXiv 2601.22813: unbiased in a random basis;
+            only the scales are noisy); for NVFP4, IF4 and MixFP4: "unbiased" (amax is scaled to
+            16/17 of the largest code, so that stochastic rounding is unbiased under scales rounded
+            to nearest).
+        outer_scale: "tensor" (one fp32 scale above the block scales) or "token" (one per row, if
+            row blocks run along the last dimension).
         generator: source of the stochastic noise; None draws from torch's default generator.
-        amax: 0-dim, finite and >= 0, on any device: the tensor scale is made of it; None takes the
-            largest magnitude of `x`. Blocks that need a larger scale than the largest are clipped.
+        amax: 0-dim, finite and >= 0, on any device; sets the tensor scale. None takes the largest
+            magnitude of `x`. Blocks that need a scale above the largest one are clipped.
 
     Returns:
-        Tensor of the shape and dtype of `x`. NaN or inf in `x` shows up as NaN.
+        Tensor of the shape and dtype of `x`. A NaN or inf in `x` gives NaN.
 
     Raises:
-        TypeError: `x` is no floating-point tensor, `dim` no integer, or `amax` no tensor.
-        ValueError: an unknown choice, or choices that do not go together.
+        TypeError: `x` is not a floating-point tensor, `dim` not an integer or `amax` not a tensor.
+        ValueError: an unknown option, options that exclude each other, or an invalid `amax`.
         IndexError: `dim` is not a dimension of `x`.
     """
     quantizer, key = prepare(
@@ -188,10 +191,10 @@ def prepare(
     amax: Tensor | None,
     **choices: Any,
 ) -> tuple[Quantizer, noise.Key | None]:
-    """Return the quantizer of these choices, and the noise key if it takes one.
+    """Check the arguments; return the quantizer, and a noise key if it needs one.
 
     Raises:
-        TypeError, ValueError, IndexError: as `fake_quantize`.
+        TypeError, ValueError, IndexError: as in `fake_quantize`.
     """
     quantizer = Quantizer(**choices)
     if not isinstance(x, Tensor) or not x.is_floating_point():

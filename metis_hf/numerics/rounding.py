@@ -1,8 +1,8 @@
-"""Rounding fp32 values onto the grid of a small number format.
+"""Rounding of fp32 values to the grid of an element format.
 
-Where the spacing `step` of the grid at |y| is a power of two, everything is exact: adding and
-subtracting 1.5 * 2^23 * step lets the fp32 adder itself do round-to-nearest-even at that spacing.
-A codebook is searched.
+In float and integer formats the spacing `step` at |y| is a power of two. Adding and subtracting
+1.5 * 2^23 * step then makes the fp32 adder round to nearest even at that spacing, exactly. In a
+codebook the neighbors of a value are found by binary search.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def power_below(y: Tensor) -> Tensor:
 
 
 def _binade(y: Tensor, fmt: SpacedFormat) -> Tensor:
-    """Return the power of two whose spacing the grid has at |y|."""
+    """Return the binade of the grid at |y|: `power_below`, clamped to [min_normal, max_power]."""
     return power_below(y).clamp_(fmt.min_normal, fmt.max_power)
 
 
@@ -42,9 +42,9 @@ def _with_sign(magnitude: Tensor, y: Tensor, fmt: SpacedFormat) -> Tensor:
 
 
 def _neighbours(y: Tensor, fmt: CodebookFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the places of the values below and above y, and the way from below to y, 0 to 1.
+    """Return the indices of the values below and above y, and y's position between them, 0 to 1.
 
-    Beyond either end of the codebook both places are that end. NaN has a way that is NaN.
+    Beyond an end of the codebook both indices are that end. The position of NaN is NaN.
     """
     table = fmt.table(y.device)
     above = torch.bucketize(y, table).clamp_(max=len(table) - 1)
@@ -60,7 +60,9 @@ def _at(places: Tensor, y: Tensor, fmt: CodebookFormat) -> Tensor:
 
 
 def round_nearest(y: Tensor, fmt: PlainFormat) -> Tensor:
-    """Round to the nearest grid value, ties to the even code; keeps the sign of zero.
+    """Round to the nearest grid value, ties to the even code.
+
+    Float formats keep the sign of zero.
 
     Args:
         y: fp32, contiguous, |y| <= fmt.max (clamp before); NaN stays NaN.
@@ -79,10 +81,10 @@ def round_nearest(y: Tensor, fmt: PlainFormat) -> Tensor:
 
 
 def round_stochastic(y: Tensor, fmt: PlainFormat, noise: Tensor) -> Tensor:
-    """Round to one of the two neighbouring grid values, unbiased: E[result] = y.
+    """Round to one of the two neighboring grid values, unbiased: E[result] = y.
 
-    The fraction of the way to the upper neighbour is exact in fp32, so a value on the grid never
-    moves, and with 24-bit noise the probability of rounding up is right to 2^-24.
+    A value on the grid never moves. In float and integer formats y's position between its neighbors
+    is exact in fp32, so with 24-bit noise the probability of rounding up is right to 2^-24.
 
     Args:
         y: fp32, contiguous, |y| <= fmt.max; NaN stays NaN.

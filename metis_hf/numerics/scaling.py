@@ -1,7 +1,7 @@
 """From amax to scales: the tensor scale, the block scales, and the rules that choose them.
 
-A scale is a decode scale: value = code * scale. Each equation is evaluated in fp32, in the order
-written; results are equal to TransformerEngine's to the bit only in its order.
+A scale is a decode scale: value = code * scale. Expressions are evaluated in fp32, in the order
+written; any other order would lose bit equality with TransformerEngine.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from metis_hf.numerics.formats import (
 from metis_hf.numerics.mixed import MixedFormat
 from metis_hf.numerics.rounding import power_below, round_nearest
 
-SCALE_NOISE = 1  # what the noise of scales is folded with: elements take the key itself
+SCALE_NOISE = 1  # folded into the key for the noise of scales; elements use the key itself
 _SMALLEST_E8M0 = 2.0**-127
-SMALLEST_BASE = 2.0**-12  # below, either scale is zero, or rounded up the smallest of E4M3
+SMALLEST_BASE = 2.0**-12  # below, every candidate is zero, or rounded up the smallest E4M3 value
 LARGEST_ERROR = 4.0
-_BLOCK = 16  # of NVFP4, which both rules are for
+_BLOCK = 16  # block size of NVFP4, the only format with MS-EDEN
 LARGEST_PRODUCT = 128.0
-# MS-EDEN scales amax beyond the largest code: by 1 / .93, where nearest rounding of a rotated
-# tensor has the smallest error, less the 17/16 that rounding a scale down could add to that.
+# MS-EDEN scales amax beyond the largest code: to at most 1 / .93 of it, where nearest rounding of a
+# rotated tensor has the smallest error, once rounding the scale down has added up to 17/16.
 EDEN_CLIP = 0.93 * 17 / 16
 
 
@@ -42,47 +42,47 @@ class ScaleRounding(str, enum.Enum):
     """The rounding of a block scale to its stored format."""
 
     NEAREST = "nearest"  # TransformerEngine; 3.5 % of a normal tensor's elements then clip
-    UP = "up"  # to the next one above: no element of the block can clip
-    FLOOR = "floor"  # OCP MX: the powers of two below amax and below the largest code match
-    # "floor" of an amax rounded to as many bits as a code has, halves away from zero: torchao.
+    UP = "up"  # to the next value above: no element of the block can clip
+    FLOOR = "floor"  # OCP MX: power of two <= amax / power of two <= the largest code
+    # torchao: "floor" of an amax rounded to the precision of a code, halves away from zero.
     EVEN = "even"
 
 
 class ScaleRule(str, enum.Enum):
-    """The rule that says which code the largest magnitude of a block is scaled to."""
+    """The rule for the code to which a block's largest magnitude is scaled."""
 
-    ABSMAX = "absmax"  # the largest one
+    ABSMAX = "absmax"  # the largest code
     FOUR_OVER_SIX = "four-over-six"  # 6 or 4, whichever gives the block the smaller squared error
-    SEARCH = "search"  # the best of several in the same sense, 6 and 4 among them
-    EDEN = "eden"  # a little beyond the largest; the scale is then corrected, in expectation
-    UNBIASED = "unbiased"  # 16/17 of the largest: a scale rounded down does not clip it then
+    SEARCH = "search"  # the one of six with the smallest squared error, 6 and 4 among them
+    EDEN = "eden"  # slightly beyond the largest code; the scale is then corrected in expectation
+    UNBIASED = "unbiased"  # 16/17 of the largest code: a scale rounded down does not clip amax
 
 
 class OuterScale(str, enum.Enum):
-    """The extent of an fp32 scale above block scales."""
+    """The part of a tensor that shares one fp32 scale above its block scales."""
 
     TENSOR = "tensor"
-    # Each row of a tensor whose blocks lie along the rows: a token, of inputs and gradients. A GEMM
-    # that contracts the rows' length has such a scale as a factor of its output's rows.
+    # Each row of a tensor whose blocks lie along the rows; in inputs and gradients a row is a
+    # token. A GEMM that contracts the rows' length applies the scale to the rows of its output.
     TOKEN = "token"
 
 
-# The block scale that the largest block of an NVFP4 tensor gets, where it is not the format's
-# largest. Four Over Six leaves room to scale that block by another 1.5 (arXiv 2512.02010, section
-# 3: 256 * 1.5 = 384 is an E4M3 value, 448 * 1.5 would saturate), MS-EDEN for its correction (arXiv
-# 2601.22813).
+# The scale of the largest block of an NVFP4 tensor, for rules that do not use the format's largest
+# scale. Four Over Six leaves room to multiply the scale by 1.5 (arXiv 2512.02010, section 3:
+# 256 * 1.5 = 384 is an E4M3 value, 448 * 1.5 would saturate); MS-EDEN leaves room for its
+# correction (arXiv 2601.22813).
 LARGEST_SCALE = {
     ScaleRule.FOUR_OVER_SIX: 256.0,
     ScaleRule.SEARCH: 256.0,
     ScaleRule.EDEN: 256.0,
 }
-# An E4M3 number rounded down from between two normal ones is 16/17 of it at least: 17/16 lies
-# half-way between 1 and the next one, 9/8.
+# A number rounded to the nearest normal E4M3 value becomes at least 16/17 of itself: the worst case
+# is 17/16, halfway between 1 and 9/8.
 UNBIASED_SHARE = 16 / 17
 
 
-# The scales that are tried for a block, over the one that brings its amax to the largest code. The
-# first wins a tie. Of a normal tensor the error falls from -20.4 dB to -21.2 and -21.7 dB.
+# Candidate scales of a block, as factors of the scale that brings its amax to the largest code. The
+# first wins a tie. The error of a normal tensor falls from -20.4 dB to -21.2 and -21.7 dB.
 TRIED_SCALES = {
     ScaleRule.FOUR_OVER_SIX: (1.0, 1.5),
     ScaleRule.SEARCH: (1.0, 0.95, 1.05, 1.4, 1.5, 1.6),
@@ -90,23 +90,23 @@ TRIED_SCALES = {
 
 
 class TensorScale(NamedTuple):
-    """The outer scale, fp32: 0-dim, or of rows in blocks [.. 1 1]; decode = 1 / encode."""
+    """The outer scale, fp32: 0-dim, or per row in blocks [.. 1 1]; decode = 1 / encode."""
 
     encode: Tensor
     decode: Tensor
 
 
 def encode_scale(amax: Tensor, largest: float) -> Tensor:
-    """Return min(largest / amax, FLT_MAX), 1 where amax is 0: what brings amax to `largest`."""
+    """Return the factor that brings amax to `largest`, at most FLT_MAX; 1 where amax is 0."""
     # Not `number / tensor`: torch computes that as reciprocal times number, two roundings.
     encode = torch.full_like(amax, largest).div_(amax).clamp_(max=FLT_MAX)
     return encode.masked_fill_(amax == 0, 1.0)
 
 
 def tensor_scale(amax: Tensor, largest: float) -> TensorScale:
-    """Return the scale of a whole tensor, which brings its amax to `largest`: code * block scale.
+    """Return the outer scale that brings amax to `largest`, in units of code * block scale.
 
-    What a rule has there is `largest_value`.
+    `largest_value` gives `largest` for each rule.
     """
     encode = encode_scale(amax, largest)
     return TensorScale(encode, encode.reciprocal())
@@ -119,11 +119,13 @@ def block_scale(
     tensor: TensorScale | None,
     rule: ScaleRule = ScaleRule.ABSMAX,
 ) -> tuple[Tensor, Tensor]:
-    """Return scales that bring each block's amax to the largest code, or to `largest_code`.
+    """Return scales that bring each block's amax to the largest code.
+
+    With E4M3 scales the target is `largest_code`, which depends on the rule.
 
     Returns:
-        (scale, inverse), fp32, the shape of `amax`: values of the scale format, and what the
-        elements are multiplied by. NaN where amax is NaN or inf.
+        (scale, inverse), fp32, the shape of `amax`: values of the scale format, and the factors for
+        the elements. Scales are NaN where amax is NaN or inf.
     """
     if fmt.scale == SCALE_FP32:
         encode = encode_scale(amax, fmt.element.max)
@@ -138,8 +140,8 @@ def block_scale(
         elif rounding is ScaleRounding.EVEN:
             assert not isinstance(fmt.element, CodebookFormat)
             scale = torch.where(amax >= scale * next_binade(fmt.element), scale * 2, scale)
-        scale.clamp_(max=fmt.scale.max)  # near FLT_MAX, of a codebook that ends at 1 or below
-        # The smallest scale is subnormal: zero in a process that flushes those.
+        scale.clamp_(max=fmt.scale.max)  # for amax near FLT_MAX and a codebook's max of 1 or less
+        # The smallest scale is subnormal, hence zero in a process that flushes subnormals.
         return scale, scale.reciprocal().clamp_(max=1 / _SMALLEST_E8M0)
     scale = _scale_to(largest_code(fmt, rule), amax, fmt, rounding, tensor)
     return scale, inverse_scale(scale, tensor)
@@ -153,16 +155,16 @@ def _scale_to(
     tensor: TensorScale | None,
 ) -> Tensor:
     """Return 8-bit scales that bring each block's amax to `largest`."""
-    # One rounding after this product; (amax / 6) * S would be another number.
+    # (amax / 6) * S would round differently.
     to_largest = 1 / largest
     wanted = amax * (to_largest if tensor is None else tensor.encode * to_largest)
     return round_scale(wanted, fmt.scale, rounding)
 
 
 def next_binade(element: SpacedFormat) -> float:
-    """Return the least number that a format without an end would round to 2 * max_power.
+    """Return the smallest number that the format, if unbounded, would round to 2 * max_power.
 
-    It is half a step below: 7 for E2M1, whose top binade has the spacing 2.
+    The number is half a step below 2 * max_power: 7 for E2M1, whose top binade has the spacing 2.
     """
     return element.max_power * (2 - 2.0 ** -(element.mantissa_bits + 1))
 
@@ -190,7 +192,7 @@ def round_scale(value: Tensor, fmt: ScaleFormat, rounding: ScaleRounding) -> Ten
 
 
 def largest_code(fmt: BlockFormat, rule: ScaleRule) -> float:
-    """Return the number that a block's amax is scaled to before the scale is rounded."""
+    """Return the number to which a block's amax is scaled, before the scale is rounded."""
     return fmt.element.max * _share(rule)
 
 
@@ -199,7 +201,7 @@ def _share(rule: ScaleRule) -> float:
 
 
 def largest_value(fmt: BlockFormat, rule: ScaleRule) -> float:
-    """Return the largest code times the scale that the tensor's largest block gets."""
+    """Return `largest_code` times the scale of the tensor's largest block."""
     return largest_code(fmt, rule) * LARGEST_SCALE.get(rule, fmt.scale.max)
 
 
@@ -212,21 +214,21 @@ def least_error_scale(
     tensor: TensorScale | None,
     rule: ScaleRule = ScaleRule.FOUR_OVER_SIX,
 ) -> tuple[Tensor, Tensor]:
-    """Give each block the scale that leaves the smallest squared error, of those that a rule tries.
+    """Return, for each block, the candidate scale with the smallest squared error.
 
-    Four Over Six brings amax to 6 or to 4. A block with amax on 4 uses the values 0 .. 4 and gives
-    up 6: near its top the spacing is 1/4 of the maximum instead of 1/3. Errors are measured with
-    nearest rounding, also where the elements are then rounded stochastically; the first scale, 6,
-    wins a tie. Scales and their order are TransformerEngine's (NVFP4 4over6); `whole_errors` adds
-    the errors.
+    Four Over Six scales amax to 6 or to 4. A block with amax at 4 uses the values 0 .. 4 and gives
+    up 6; near its top the spacing is then 1/4 of the maximum instead of 1/3. Errors are measured
+    with nearest rounding, even if the elements are then rounded stochastically; the first
+    candidate, 6, wins a tie. Candidates and their order are TransformerEngine's (NVFP4 4over6).
+    Errors are added exactly; see `whole_errors`.
 
     Args:
         x: fp32 elements in blocks; `dims` are the dimensions inside a block.
-        amax: of each block, broadcastable against x.
-        rule: which scales are tried: `TRIED_SCALES`.
+        amax: largest magnitude of each block, broadcastable against x.
+        rule: selects the candidates in `TRIED_SCALES`.
 
     Returns:
-        (scale, inverse) as `block_scale`.
+        (scale, inverse) as in `block_scale`.
     """
     element = fmt.element
     assert not isinstance(element, MixedFormat)
@@ -249,20 +251,20 @@ def mixed_scale(
     tensor: TensorScale | None,
     rule: ScaleRule = ScaleRule.ABSMAX,
 ) -> tuple[Tensor, Tensor]:
-    """Give each block the format, of two, that leaves the smaller squared error, and its scale.
+    """Return, for each block, the scale in the format with the smaller squared error.
 
-    Each format has the scale that brings amax to its own largest code. Errors are measured with
-    nearest rounding, also where the elements are then rounded stochastically: a choice between two
-    draws would favour draws that come near, and be biased. The first format wins a tie.
-    `whole_errors` adds the errors.
+    In each format the scale brings amax to the format's largest code. Errors are measured with
+    nearest rounding, even if the elements are then rounded stochastically: choosing between two
+    random draws would favor draws close to the input and so be biased. The first format wins a tie.
+    Errors are added exactly; see `whole_errors`.
 
     Args:
         x: fp32 elements in blocks; `dims` are the dimensions inside a block.
-        amax: of each block, broadcastable against x.
-        fmt: its elements are a `MixedFormat`.
+        amax: largest magnitude of each block, broadcastable against x.
+        fmt: a block format whose elements are a `MixedFormat`.
 
     Returns:
-        (scale, inverse) as `block_scale`; scales have a sign where the second format is taken.
+        (scale, inverse) as in `block_scale`; scales are negative for blocks in the second format.
     """
     element = fmt.element
     assert isinstance(element, MixedFormat)
@@ -275,12 +277,12 @@ def mixed_scale(
         return _Candidate(scale, inverse, error_of(one, step, inverse))
 
     first, second = map(candidate, element.formats, element.units)
-    # Spelled out: torch.compile of 2.8 does not trace into `_replace`.
+    # Not `_replace`: torch.compile in torch 2.8 cannot trace it.
     return _best([first, _Candidate(-second.scale, second.inverse, second.error)])
 
 
 class _Candidate(NamedTuple):
-    """A scale of each block, and the error that it leaves."""
+    """One candidate scale per block, and its squared error."""
 
     scale: Tensor
     inverse: Tensor
@@ -294,12 +296,12 @@ def _errors(
     fmt: BlockFormat,
     tensor: TensorScale | None,
 ) -> tuple[Tensor, Callable[[PlainFormat, Tensor, Tensor], Tensor]]:
-    """Return the exact scale of each block, and a function from its steps to its squared error."""
+    """Return each block's scale before rounding, and a function that computes squared errors."""
     encode = torch.ones_like(amax) if tensor is None else tensor.encode
     base = amax.div(torch.full_like(amax, fmt.element.max)).mul_(encode)  # (amax / 6) * S
     wanted = x * encode  # in units of code * scale
     to_base = base.clamp(min=SMALLEST_BASE).reciprocal_()
-    count = math.prod([x.shape[dim] for dim in dims])  # dynamo traces no generator
+    count = math.prod([x.shape[dim] for dim in dims])  # a list: dynamo cannot trace a generator
 
     def error_of(element: PlainFormat, step: Tensor, inverse: Tensor) -> Tensor:
         codes = round_nearest((x * inverse).clamp_(-element.max, element.max), element)
@@ -310,7 +312,7 @@ def _errors(
 
 
 def _best(candidates: Iterable[_Candidate]) -> tuple[Tensor, Tensor]:
-    """Return (scale, inverse) of each block's candidate of least error; the first wins a tie."""
+    """Return (scale, inverse) of each block's least-error candidate; the first wins a tie."""
     best, *others = candidates
     for other in others:
         better = other.error < best.error
@@ -319,12 +321,12 @@ def _best(candidates: Iterable[_Candidate]) -> tuple[Tensor, Tensor]:
 
 
 def whole_errors(errors: Tensor, count: int) -> Tensor:
-    """Return squared errors of a block's elements as whole numbers, whose sums are exact.
+    """Convert squared errors of a block's elements to whole numbers, whose sum is exact.
 
-    So their sum does not depend on the order of a reduction, and is the same on every device. It
-    is 2^24 at most, so that fp32 adds it exactly. Errors are in units of the scale that brings amax
-    to 6, where rounding is off by 1 at most. Only errors under a scale that became zero saturate:
-    none leaves more.
+    The sum is therefore the same in any order of reduction and on every device. It is at most 2^24,
+    so that fp32 can hold it. Errors are in units of the scale that brings amax to 6; in these units
+    rounding is off by at most 1. Errors saturate only under a scale that rounded to zero, which
+    leaves the largest error anyway.
 
     Args:
         errors: fp32 >= 0.
@@ -334,9 +336,10 @@ def whole_errors(errors: Tensor, count: int) -> Tensor:
 
 
 def whole_products(products: Tensor, count: int) -> Tensor:
-    """Add up products of elements in units of their scales, for MS-EDEN, in the same way.
+    """Convert products of elements, in units of their scales, to whole numbers, for MS-EDEN.
 
-    They are 9.1^2 at most where a scale is an E4M3 number rounded to nearest and above zero.
+    See `whole_errors`. A product is at most 9.1^2 if its scale was rounded to nearest and is above
+    zero.
     """
     return (products.clamp(max=LARGEST_PRODUCT) * (2.0**30 / LARGEST_PRODUCT / count)).trunc()
 
@@ -348,7 +351,7 @@ def _exact_sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:
 def clipping_scale(
     amax: Tensor, fmt: BlockFormat, rounding: ScaleRounding, tensor: TensorScale | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the scales that MS-EDEN quantizes with: `block_scale` for a slightly smaller amax."""
+    """Return MS-EDEN's scales before their correction: `block_scale` of amax * EDEN_CLIP."""
     return block_scale(amax * EDEN_CLIP, fmt, rounding, tensor)
 
 
@@ -357,16 +360,16 @@ def corrected_scale(
 ) -> Tensor:
     """Return MS-EDEN's scale (arXiv 2601.22813, algorithm 1): scale * <y, y> / <y, codes>, rounded.
 
-    With that factor the projection of codes * scale on y is y itself. In a basis that is random
-    enough, what is orthogonal to y averages to zero, and the quantized block is right in
-    expectation although its elements are rounded to nearest. The factor is within some 10 % of 1,
-    too fine for E4M3: hence the stochastic rounding.
+    With this factor the quantized block, projected onto the original one, equals the original. In a
+    sufficiently random basis the component orthogonal to the original averages to zero, so the
+    quantized block is unbiased although its elements are rounded to nearest. The factor is within
+    about 10 % of 1, too fine for E4M3; the scale is therefore rounded stochastically.
 
     Args:
-        scale: block scales that `y` was taken in units of, broadcastable against it.
+        scale: block scales by which `y` was divided, broadcastable against it.
         y: fp32 elements in units of the scales, not clamped; `dims` are inside a block.
-        codes: what they were rounded to.
-        fmt: of the scales, E4M3.
+        codes: `y` rounded to nearest.
+        fmt: format of the scales, E4M3.
         noise: fp32 uniform on [0, 1), the shape of `scale`.
     """
     count = _BLOCK ** len(dims)
@@ -374,16 +377,16 @@ def corrected_scale(
         _exact_sum(whole_products(products, count), dims).float()
         for products in (y.square(), y * codes)
     )
-    usable = (projection > 0) & (scale > 0)  # else every code or the scale is zero
+    usable = (projection > 0) & (scale > 0)  # else all codes or the scale are zero
     factor = torch.where(usable, energy / projection, torch.ones_like(scale))
     return round_scale_stochastic(scale * factor, fmt, noise)
 
 
 def round_scale_stochastic(value: Tensor, fmt: ScaleFormat, noise: Tensor) -> Tensor:
-    """Round non-negative fp32 block scales to one of the two nearest 8-bit floats, unbiased.
+    """Round non-negative fp32 block scales stochastically to an 8-bit float, unbiased.
 
     Args:
-        value: fp32 >= 0, saturated first; NaN stays NaN.
+        value: fp32 >= 0; saturates at the largest scale; NaN stays NaN.
         noise: fp32 uniform on [0, 1), the shape of `value`.
     """
     value = value.clamp(max=fmt.max)
@@ -392,5 +395,5 @@ def round_scale_stochastic(value: Tensor, fmt: ScaleFormat, noise: Tensor) -> Te
     code = cast.view(torch.uint8)
     below = torch.where(cast.float() > value, code - 1, code)
     low = below.view(fmt.dtype).float()
-    gap = (below + 1).view(fmt.dtype).float() - low  # NaN at the largest scale, which stays
+    gap = (below + 1).view(fmt.dtype).float() - low  # NaN at the largest scale, so that it stays
     return torch.where(noise * gap < value - low, low + gap, low)

@@ -1,6 +1,6 @@
-"""Real storage: packed codes, block scales in their 8 bits, and the tensor scale.
+"""Quantized storage: packed codes, block scales in their stored dtype, and the tensor scale.
 
-`quantize` stores what `fake_quantize` computes; `dequantize` gives exactly its values back.
+`quantize` followed by `dequantize` gives exactly the values of `fake_quantize`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from metis_hf.numerics.quantize import prepare
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor in a block format. Row blocks lie along the last dimension, whatever `dim` was.
+    """A tensor stored in a block format, with row blocks along the last dimension of its fields.
 
     Attributes:
-        codes: uint8 [.., bytes]: the codes of a row of blocks, packed from the low bits up: 4-bit
-            codes two to a byte (low nibble = even element), 6-bit codes four to three bytes.
+        codes: uint8 [.., bytes]: the codes of a row of blocks, packed from the low bits up: two
+            4-bit codes per byte (low nibble = even element), four 6-bit codes per three bytes.
         scale: block scales in their stored dtype, [.., blocks] for rows, [.., row tiles, column
             tiles] for square tiles, 0-dim for one block.
         global_scale: fp32, 0-dim or one for each row [.. 1], or None; value = code * scale *
             global_scale.
         fmt, tile: the format and the shape of its blocks.
-        shape, dtype, dim: of the original tensor; `dim` is the one that row blocks ran along.
+        shape, dtype, dim: of the original tensor; its row blocks ran along `dim`.
     """
 
     codes: Tensor
@@ -109,7 +109,7 @@ def quantize(
     elif amax is None and (stored := kernels.store(x, quantizer, dim=dim, key=key)) is not None:
         codes, scale, global_scale = stored
     else:
-        # Noise belongs to elements in their original order, as in fake quantization.
+        # `x`, not `rows`: noise is drawn in the elements' original order, as in `fake_quantize`.
         blocks = quantizer.blocks(x, dim=dim, key=key, amax=amax)
         bits = encoded(element, blocks.scale, blocks.codes)
         codes = pack(_matrix(bits, quantizer.tile, dim), element.bits)
@@ -147,14 +147,14 @@ def dequantize(q: QuantizedTensor) -> Tensor:
 
 
 def _codes_per_group(bits: int) -> int:
-    """Return the fewest codes that fill whole bytes; together 64 bits at most."""
+    """Return the smallest number of codes that fills whole bytes; they have at most 56 bits."""
     return 8 // math.gcd(8, bits)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack [.. n] codes of `bits` bits (uint8) into [.. n * bits / 8] bytes, low bits first.
 
-    The last dimension is padded with zeros to whole bytes.
+    The last dimension is zero-padded to a multiple of `_codes_per_group(bits)`.
     """
     group = _codes_per_group(bits)
     if group == 1:
@@ -182,7 +182,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _matrix(blocks: Tensor, tile: Tile, dim: int) -> Tensor:
-    """Lay codes in blocks out as [.. n], the blocked dimension last, padding kept."""
+    """Reshape codes in blocks to [.. n], with the blocked dimension last; keeps the padding."""
     if tile is Tile.TENSOR:
         return blocks
     if tile is Tile.SQUARE:
@@ -192,7 +192,7 @@ def _matrix(blocks: Tensor, tile: Tile, dim: int) -> Tensor:
 
 
 def _scale_matrix(scale: Tensor, tile: Tile, dim: int) -> Tensor:
-    """Block scales without the dimensions inside a block, the blocked dimension last."""
+    """Drop the dimensions inside a block from block scales; move the blocked dimension last."""
     if tile is Tile.TENSOR:
         return scale.reshape(())
     if tile is Tile.SQUARE:

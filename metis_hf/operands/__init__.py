@@ -1,8 +1,8 @@
 """Operands: how one tensor enters one GEMM, and how a layer stores its weight.
 
-`operand` has the operand itself, `conditioner` the base class of transforms around the quantizer,
-`conditioners` the published ones, a family per file, `weight_forms` and `split_weight`
-the ways to store a weight. Schemes choose which operand a GEMM takes.
+`operand` defines the operand, `conditioner` the base class of transforms around the quantizer, and
+`conditioners` the published ones, one family per file. `weight_forms` and `split_weight` define how
+weights are stored. Schemes choose the operands of each GEMM.
 """
 
 from metis_hf.operands.conditioner import (

@@ -1,8 +1,8 @@
-"""The base class of conditioners, which work on a tensor around its quantizer.
+"""The base class of conditioners: transforms around the quantizer of a tensor.
 
-A conditioner turns a matrix into something that quantizes better and back again: identity is
-`qdq(x)`, rotation is `unrotate(qdq(rotate(x)))`, spectral is `qdq(a) * lam @ qdq(v.T) +
-qdq(residual)`. A new outlier trick is one conditioner. The published ones are in `conditioners`.
+A conditioner turns a matrix into a form that quantizes better, and back: identity is `qdq(x)`,
+rotation is `unrotate(qdq(rotate(x)))`, spectral is `qdq(a) * lam @ qdq(v.T) + qdq(residual)`. To
+add a method against outliers, write a conditioner. The published ones are in `conditioners`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from metis_hf.numerics.kernels.request import or_reference
 
 
 class Part(NamedTuple):
-    """One tensor that a conditioner hands to the quantizer, before and after; for statistics."""
+    """One tensor that a conditioner quantizes, before and after; for statistics."""
 
     name: str
     before: Tensor
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """(left * lengths) @ right [t c]: the thin part of a split operand."""
+    """(left * lengths) @ right [t c]: the low-rank part of a split operand."""
 
     left: Tensor  # [t k], quantized
     lengths: Tensor  # [k]
@@ -42,17 +42,17 @@ class LowRank(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A matrix [t c] between quantization and use, packed.
+    """A matrix [t c] that is quantized and packed, but not yet decoded.
 
     Attributes:
-        tensors: all that `decode` needs, in an order of the conditioner's own; None for a scale
-            that does not exist. Where FP4 units multiply the codes (`Conditioner.basis`): three of
-            the packed matrix first, and of a split matrix then three for each factor, left [t k]
-            and right [k c].
-        low: the low-rank part, where encoding has computed it; `decode` does without.
+        tensors: all that `decode` needs, in the conditioner's own order; None for a missing scale.
+            If FP4 units can multiply the codes (`Conditioner.basis`), three of the packed matrix
+            come first, and for a split matrix then three for each factor, left [t k] and right
+            [k c].
+        low: the low-rank part, if `encode` computed it; `decode` can recompute it.
         dense: the product [t c] of the low-rank part, likewise.
-        found: what encoding has found for later steps; see `Conditioner.take_over`.
-        values: [t c] of the operand that the GEMM takes, likewise.
+        found: a result of `encode` for later steps; see `Conditioner.take_over`.
+        values: [t c] of the GEMM's operand, if `encode` wrote them.
     """
 
     tensors: tuple[Any, ...]
@@ -72,41 +72,43 @@ class Encoded(NamedTuple):
         return Packed(*self.tensors[3:6]), Packed(*self.tensors[6:9])  # type: ignore[arg-type]
 
     def stored(self) -> Encoded:
-        """Return the tensors and what was found, without what `decode` can compute again."""
+        """Return a copy with `tensors` and `found` only; `decode` recomputes the rest."""
         return Encoded(self.tensors, found=self.found)
 
 
-# A class that overrides the first of two methods, and not the second, has codes that do not know
-# what the first one does now.
+# If a class overrides the first of two methods but not the second, its codes do not match its
+# calls.
 _CODED_BY = {"__call__": "encode", "for_matrix": "decode"}
-# Methods that `groups` of a class further up knows nothing about.
+# A class that overrides one of these methods does not inherit `groups`.
 _ROTATING = ("forward", "inverse", "__call__", "encode", "decode")
 
 
 def _is_newer(kind: type, method: str, other: str) -> bool:
-    """Return whether a class has one method from a class that is derived from the other's owner."""
+    """Return whether `method` is defined in a more derived class of `kind` than `other`."""
     names = next(vars(each) for each in kind.__mro__ if {method, other} & vars(each).keys())
     return method in names and other not in names
 
 
 class Conditioner(ABC):
-    """x [t c] -> x_hat [t c] in `dtype`, quantizing what it likes on the way.
+    """Maps x [t c] to x_hat [t c] in `dtype`, quantizing x or tensors derived from it.
 
-    `__call__` is all that a subclass must have. Along `dim`, which the GEMM contracts, x_hat may
-    come with padding. Subclasses are frozen dataclasses: equal ones are taken to do the same, so
-    that layers that read one tensor share what is quantized of it.
+    A subclass must define only `__call__`. x_hat may be padded along `dim`, which the GEMM
+    contracts. Subclasses are frozen dataclasses, and equal ones must give equal results: layers
+    that read the same tensor share its quantized form.
 
     Attributes:
-        is_direct: it is the quantizer alone, so that a GEMM may take the tensor scale apart.
-        draws: the result depends on the key where the quantizer draws nothing, as by random signs.
-        uses_row_mask: the result depends on which rows are padding. Without it nobody looks for
-            padding among the rows, and `row_mask` is None.
-        needs_state: it quantizes by what `bind` gives it of the layer's state, and measures
-            nothing of interest without.
-        has_codes: `encode` and `decode` give the result of a call. Found for each class: it has an
-            `encode`, and does not override the call alone. Otherwise x_hat is saved densely.
-        writes_values: `encode` takes `dtype`, too, the dtype of a GEMM that takes x_hat next or
-            None, and may write x_hat at once. A class with an `encode` of its own says so itself.
+        is_direct: it is the quantizer alone, so that a GEMM may apply the tensor scale to its
+            output.
+        draws: the result depends on the key even if the quantizer draws no noise, as with random
+            signs.
+        uses_row_mask: the result depends on which rows are padding. Without it, `row_mask` may be
+            None even if some are.
+        needs_state: it quantizes with the layer's state that `bind` provides; measurements
+            without one are meaningless.
+        has_codes: `encode` and `decode` reproduce a call. Derived for each class: it has an
+            `encode`, and does not override `__call__` alone. Otherwise x_hat is saved densely.
+        writes_values: `encode` also takes `dtype`, the dtype of a GEMM that takes x_hat next, or
+            None, and may write x_hat too. A class that overrides `encode` must set it again.
     """
 
     is_direct: ClassVar[bool] = False
@@ -144,9 +146,9 @@ class Conditioner(ABC):
 
         Args:
             x: [t c]
-            quantizer: how its parts are quantized.
+            quantizer: of x, or of the tensors derived from it.
             dim: the dimension that the GEMM contracts, along which blocks run.
-            key: noise key; a part that is quantized beside others takes `key.fold(n)`.
+            key: noise key; of several quantized tensors, each takes its own `key.fold(n)`.
             row_mask: [t] bool, False for rows of padding; None: all rows are tokens.
             dtype: of the result.
         """
@@ -161,7 +163,7 @@ class Conditioner(ABC):
         row_mask: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, LowRank | None]:
-        """Return the result of a call and its low-rank part; None where there is none."""
+        """Return (result of a call, its low-rank part or None)."""
         return self(x, quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype), None
 
     def parts(
@@ -173,7 +175,7 @@ class Conditioner(ABC):
         key: Key,
         row_mask: Tensor | None = None,
     ) -> list[Part]:
-        """Return the tensors that a call hands to the quantizer, the largest last; by default x."""
+        """Return the tensors that a call quantizes, the largest last; by default x."""
         x_hat = self(x, quantizer, dim=dim, key=key, row_mask=row_mask)
         return [Part("tensor", x, x_hat[: x.shape[0], : x.shape[1]])]
 
@@ -186,9 +188,9 @@ class Conditioner(ABC):
         key: Key,
         row_mask: Tensor | None = None,
     ) -> Encoded:
-        """Quantize x [t c], which is not empty, to codes and scales; see `has_codes`.
+        """Quantize x [t c], not empty, to codes and scales; see `has_codes`.
 
-        Together with `decode` it gives what a call gives, bit for bit.
+        `encode` followed by `decode` gives the same bits as a call.
         """
         raise NotImplementedError(f"{type(self).__name__} has no codes: ask `has_codes` before")
 
@@ -213,21 +215,21 @@ class Conditioner(ABC):
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, LowRank | None]:
-        """Return the result of `decode` and its low-rank part; None where there is none."""
+        """Return (result of `decode`, its low-rank part or None)."""
         return self.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype), None
 
     def turned(self) -> Conditioner:
         """Return the conditioner with the same transform for blocks along the other dimension.
 
-        By default itself, which is right where `dim` does not matter.
+        By default this one, which is right if the transform does not depend on `dim`.
         """
         return self
 
     def basis(self, tensor: str) -> Hashable | None:
-        """Return a name for the basis that `encode`'s codes are in; None: in none with a name.
+        """Return an identifier of the basis of `encode`'s codes; None if FP4 units cannot use them.
 
-        The transforms of two operands with equal bases cancel, and the product of their codes is
-        the product of the operands: a GEMM of FP4 units can multiply them.
+        The transforms of two operands with equal bases cancel in a GEMM, so that FP4 units can
+        multiply their codes.
 
         Args:
             tensor: "input", "weight" or "grad_output".
@@ -237,10 +239,10 @@ class Conditioner(ABC):
     def codes(
         self, encoded: Encoded, quantizer: Quantizer, *, dim: int, shape: tuple[int, int]
     ) -> tuple[Encoded, tuple[int, int]]:
-        """Return the codes that a GEMM multiplies as they are, where `basis` is not None.
+        """Return (codes that FP4 units multiply, their shape); only if `basis` is not None.
 
-        `encoded` is from `encode`, of a matrix of this shape. The result is the encoded matrix,
-        with the low-rank part of a split one, and the shape of its codes.
+        `encoded` comes from `encode`, of a matrix of this shape. The result includes the low-rank
+        part of a split matrix.
         """
         return encoded, shape
 
@@ -249,33 +251,33 @@ class Conditioner(ABC):
         return self
 
     def take_over(self, found: Any) -> None:
-        """Note for later steps what another layer found in the same matrix (`Encoded.found`)."""
+        """Keep for later steps the `Encoded.found` of another layer that read the same matrix."""
         raise NotImplementedError(f"{type(self).__name__} keeps nothing for later steps")
 
     @property
     def comes_again(self) -> bool:
-        """Return whether later calls of the layer bind one that is equal to this bound one.
+        """Return whether later calls of the layer bind a conditioner equal to this bound one.
 
-        One that `bind` leaves as it is comes again anyway.
+        It does not matter for a conditioner that `bind` returns unchanged.
         """
         return False
 
     def tensor_amax(self) -> Tensor | None:
-        """Return the amax of a direct conditioner's tensor scale; None: the tensor's own."""
+        """Return the amax for a direct conditioner's tensor scale; None: the tensor's own."""
         return None
 
     def weight_gradient(self, dw: Tensor, w: Tensor, quantizer: Quantizer | None) -> Tensor:
-        """Return dL/dw of dw = dL/dw_hat [o i]; by default straight-through, which is dw."""
+        """Return dL/dw from dw = dL/dw_hat [o i]; by default dw (straight-through)."""
         return dw
 
 
 class AroundQuantizer(Conditioner):
     """x_hat = inverse(Q(forward(x))): transformed, quantized, and transformed back.
 
-    A subclass has `forward` and `inverse`; by default both leave a matrix as it is.
+    A subclass defines `forward` and `inverse`; both default to the identity.
 
     Attributes:
-        transformed: the name of the transformed matrix among the parts.
+        transformed: the name of the transformed matrix in `parts`.
     """
 
     transformed: ClassVar[str] = "transformed"
@@ -288,7 +290,7 @@ class AroundQuantizer(Conditioner):
             cls.groups = AroundQuantizer.groups  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, *, dim: int) -> Tensor:
-        """Transform x [t c], fp32 or fp64 and not empty; `dim` is what the GEMM contracts."""
+        """Transform x [t c], fp32 or fp64 and not empty; the GEMM contracts `dim`."""
         return x
 
     def inverse(self, x: Tensor, *, dim: int) -> Tensor:
@@ -296,20 +298,20 @@ class AroundQuantizer(Conditioner):
         return x
 
     def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
-        """Return the shape that `forward` gives a matrix of this shape; one that pads says so."""
+        """Return the shape of `forward`'s result for this shape; override it if `forward` pads."""
         return shape
 
     def groups(self, n: int) -> Groups | None:
-        """Return the rotation that `forward` and `inverse` are, of a dimension of n entries.
+        """Return the rotation of n entries in groups that `forward` computes; None: no rotation.
 
-        Quantizers can rotate by themselves. None: these are something else.
+        Kernels can fuse such a rotation with the quantizer.
         """
         return None
 
     def for_matrix(self, x: Tensor, key: Key) -> AroundQuantizer:
-        """Return the transform of one matrix, where it depends on the matrix or its noise.
+        """Return the transform of one matrix, if it depends on the matrix or its noise.
 
-        Codes of such a transform need a `decode` that knows it; else they are not stored.
+        A class that overrides this must also override `decode`, or its codes are not stored.
         """
         return self
 
@@ -357,7 +359,7 @@ class AroundQuantizer(Conditioner):
                 return Encoded(kernels.pack(x.detach(), quantizer, dim=dim, key=key, groups=groups))
         transformed = own.forward(as_fp32(x), dim=dim)
         known = tuple(self.transformed_shape((x.shape[0], x.shape[1]), dim=dim))
-        if transformed.shape != known:  # which `decode` reads
+        if transformed.shape != known:  # `decode` relies on it
             raise ValueError(
                 f"{type(self).__name__}.forward gives {tuple(transformed.shape)} of a matrix "
                 f"{tuple(x.shape)}, and its transformed_shape says {known}; override "

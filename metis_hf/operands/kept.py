@@ -1,4 +1,4 @@
-"""Values that are kept for as long as the tensors they were made of stay as they are."""
+"""A cache of values that are valid until the tensors that they were computed from change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Mark = tuple[Hashable, ...]
 
 
 def mark_of(*tensors: Tensor) -> Mark:
-    """Return a mark of tensors, which differs once they are written to or moved.
+    """Return a mark of tensors, which changes when one is written to or moved.
 
     The version counter misses writes through `tensor.data`, from numpy, by fused optimizers and by
-    collectives of torch.distributed. Where these may happen, a fingerprint (`noise.fingerprint`)
-    belongs beside the mark. The weak reference to a storage keeps no memory, and its address is
-    given to no other storage.
+    collectives of torch.distributed. Where these may happen, add a fingerprint
+    (`noise.fingerprint`) to the mark. The weak reference to a storage keeps no memory alive, but no
+    other storage can get its address.
     """
     return tuple(
         (
@@ -31,9 +31,9 @@ def mark_of(*tensors: Tensor) -> Mark:
 
 
 class Kept:
-    """Values by name, all made of tensors with one mark.
+    """A cache of values by name, all computed from tensors with one mark.
 
-    Threads may share it, as mark and values are replaced together. A copy is empty.
+    Threads may share it, because mark and values are replaced together. A copy is empty.
     """
 
     def __init__(self) -> None:
@@ -46,26 +46,26 @@ class Kept:
         return 0 if self._state is None else len(self._state[1])
 
     def __bool__(self) -> bool:
-        return True  # an empty one is a cache, too
+        return True  # an empty cache is still a cache
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing is kept, not even a mark."""
+        """Return whether the cache has no mark."""
         return self._state is None
 
     def at(self, mark: Mark) -> dict[Hashable, Any] | None:
-        """Return the values made at a mark, to be read and added to; None at another mark."""
+        """Return the dictionary of values for a mark, to read and to add to; None: another mark."""
         state = self._state
         return state[1] if state is not None and state[0] == mark else None
 
     def start(self, mark: Mark) -> dict[Hashable, Any]:
-        """Drop everything, and return the dictionary of values for a new mark."""
+        """Clear the cache, and return the dictionary of values for a new mark."""
         values: dict[Hashable, Any] = {}
         self._state = mark, values
         return values
 
     def forget(self, values: dict[Hashable, Any] | None = None) -> None:
-        """Drop everything; given `values`, only if those are the ones that are kept."""
+        """Clear the cache; given `values`, only if that is the cached dictionary."""
         state = self._state
         if values is None or (state is not None and state[1] is values):
             self._state = None

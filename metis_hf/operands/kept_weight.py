@@ -1,4 +1,4 @@
-"""Quantized weights, kept as long as the weight stays as it is."""
+"""A cache of quantized weights, valid until the weight changes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ T = TypeVar("T")
 
 
 class KeptWeight(Kept):
-    """Codes and scales of one layer's w_hat: 4.5 bits an element for each operand.
+    """Cache of the codes and scales of one layer's w_hat: 4.5 bits per element and operand.
 
-    The dense w_hat is made of the codes at each use, except where FP4 units take codes as they are.
+    Each use decodes the dense w_hat, except on FP4 units, which take codes directly.
 
-    **For the micro-batches of a step** (`training.weight_reuse`), in which no parameter changes: a
-    layer says by `called_with` which parameters it has. Nothing is kept of other tensors, such as
-    copies that saved-tensor hooks unpack in backward (`save_on_cpu`).
+    **For the micro-batches of a step** (`training.weight_reuse`), in which no parameter changes:
+    the layer passes its parameters to `called_with`. Results from other tensors, such as copies
+    that saved-tensor hooks unpack in backward (`save_on_cpu`), are not cached.
 
-    **In evaluation** the weight is kept from the second call with it, since what is called once
-    needs no memory. The layer asks in eval mode and without gradients, and any other call makes it
-    forget. Fused optimizers and writes through `param.data` count no version, so the mark has the
-    weight's fingerprint of 256 elements, too. Only a write through `param.data` to a few elements
-    between two calls in evaluation goes unnoticed; call `layer.train()` or write under
-    `torch.no_grad()`. The thin factors of a split weight are kept unpacked.
+    **In evaluation** caching starts with the second call, since a layer that is called once needs
+    no cache. The layer uses the cache in eval mode without gradients; any other call clears it.
+    Fused optimizers and writes through `param.data` do not increase the version counter, so the
+    mark also contains the weight's fingerprint of 256 elements. A write through `param.data` to a
+    few elements between two evaluation calls may go unnoticed: call `layer.train()`, or write under
+    `torch.no_grad()` instead. The thin factors of a split weight are cached unpacked.
 
     Args:
-        in_evaluation: which of the two.
+        in_evaluation: which of the two uses: True for evaluation.
     """
 
     def __init__(self, in_evaluation: bool = False) -> None:
@@ -44,10 +44,10 @@ class KeptWeight(Kept):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.in_evaluation:
             return KeptWeight, (True,)
-        return type(None), ()  # nobody would tell a copy that the step is over
+        return type(None), ()  # a copy would not learn that the step is over
 
     def called_with(self, params: Sequence[Tensor]) -> None:
-        """Keep what is made of these parameters from now on."""
+        """Cache results from these parameters from now on."""
         if not params[-1].is_inference() and self.at(mark := mark_of(*params)) is None:
             self.start(mark)
 
@@ -61,7 +61,7 @@ class KeptWeight(Kept):
         key: Key,
         dtype: torch.dtype,
     ) -> Quantized:
-        """Return `form.quantize(..)`, made of kept codes where there are some."""
+        """Return `form.quantize(..)`, decoded from cached codes if there are any."""
         values = self._values(params, key)
         if values is None or not form.encodes(params, operand):
             return form.quantize(params, operand, dim=dim, key=key, dtype=dtype)
@@ -76,7 +76,7 @@ class KeptWeight(Kept):
     def keep(
         self, params: Sequence[Tensor], name: Hashable, make: Callable[[], T], *, key: Key
     ) -> T:
-        """Return `make()`, called once for each name while the parameters stay as they are."""
+        """Return `make()`, cached by `name` until the parameters change."""
         values = self._values(params, key)
         if values is None:
             return make()
@@ -98,12 +98,11 @@ class KeptWeight(Kept):
 
 
 def can_keep_in_evaluation(layer: nn.Module) -> bool:
-    """Return whether changes of a layer's parameters are noticed and w_hat may outlive a call.
+    """Return whether a layer's w_hat may outlive a call, with changes of its parameters detected.
 
-    False for parameters that are sharded, whose whole copy would stay when they are given back;
-    that DeepSpeed writes to through buffers of its own; that belong to a replica of
-    nn.DataParallel, which lives for one call; that have no version counter, from inference mode;
-    and under a mode that traces.
+    False for sharded parameters (the cache would outlive the gathered copy), parameters that
+    DeepSpeed writes through its own buffers, replicas of nn.DataParallel (which live for one call),
+    parameters from inference mode (which have no version counter), and under a tracing mode.
     """
     params = [param for param in layer._parameters.values() if param is not None]
     return (

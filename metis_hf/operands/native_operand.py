@@ -1,4 +1,4 @@
-"""Operands of GEMMs that FP4 units compute: codes and scales as they are, and thin parts beside.
+"""Operands of GEMMs on FP4 units: codes and scales, and the thin factors of split operands.
 
 A split operand [m n] is  far @ near + residual  with near [k n] and residual quantized along n,
 which the GEMM contracts, and far [m k] in high precision. The product with b [p n] is
@@ -26,13 +26,13 @@ class NativeOperand(NamedTuple):
     """An operand of an FP4 GEMM; emulated GEMMs take `Quantized`.
 
     Attributes:
-        main: the matrix that is multiplied in FP4, of which the GEMM contracts the second
-            dimension; of a split operand the residual.
-        contracted: the dimension of the operand [t c] that this is.
+        main: the matrix that is multiplied in FP4 (of a split operand, the residual); the GEMM
+            contracts its second dimension.
+        contracted: the dimension of the operand [t c] that the GEMM contracts.
         dtype: of results.
-        near: [k n], the factor of the low-rank part along what is contracted.
-        far: [m k], the other one, with the lengths, in `dtype`.
-        low: the low-rank part of the operand as it is, [t c].
+        near: [k n], the low-rank factor along the contracted dimension.
+        far: [m k], the other factor times the lengths, in `dtype`.
+        low: the low-rank part of the operand [t c].
     """
 
     main: NativeMatrix
@@ -53,7 +53,7 @@ class NativeOperand(NamedTuple):
         contracted: int,
         dtype: torch.dtype,
     ) -> NativeOperand:
-        """Lay out what `operand.encode(.., dim=dim)` gave for a matrix of that shape."""
+        """Make the operand from `operand.encode(.., dim=dim)` of a matrix of that shape."""
         quantizer = operand.quantizer
         assert isinstance(quantizer, Quantizer)
         encoded, shape = operand.conditioner.codes(encoded, quantizer, dim=dim, shape=shape)
@@ -74,7 +74,7 @@ class NativeOperand(NamedTuple):
         return cls(main, contracted, dtype, near, far.to(dtype), encoded.low)
 
     def transposed(self) -> NativeOperand:
-        """Return the operand as it is: which dimension a GEMM contracts is settled."""
+        """Return the operand unchanged: its contracted dimension is already fixed."""
         return self
 
     def error_along(
@@ -88,12 +88,12 @@ class NativeOperand(NamedTuple):
             low = self.low.dense()
             x_hat = x_hat + (low if self.contracted % 2 else low.T)
         if self.low is not None or self.dtype is not torch.bfloat16:
-            x_hat = x_hat.to(self.dtype)  # emulation keeps the scale apart in BF16, and rounds none
+            x_hat = x_hat.to(self.dtype)  # as emulation, which in BF16 applies the scale unrounded
         return ((x - x_hat).to(self.dtype) @ directions.to(self.dtype)) * lengths
 
 
 def product(a: NativeOperand, b: NativeOperand) -> Tensor:
-    """Return a [m n] @ b [p n]^T -> [m p]; the module has the equation."""
+    """Return a [m n] @ b [p n]^T -> [m p]; see the module for the equation."""
     dtype = a.dtype
     out = multiply(a.main, b.main, dtype)
     if a.near is not None and a.far is not None:

@@ -1,7 +1,7 @@
 """Operand = conditioner x quantizer: how one tensor enters one GEMM.
 
-It can also stop half way: `encode` gives what is stored of the operand, in codes and scales, and
-`decode` the operand from that, bit for bit what a call gives directly.
+`encode` returns the stored form of an operand, in codes and scales. `decode` restores the operand
+from it, with the same bits as a direct call.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from metis_hf.operands.conditioners.identity import IDENTITY
 
 
 class Quantized(NamedTuple):
-    """An operand of a GEMM: values * scale, perhaps padded along the contracted dimension.
+    """An operand of a GEMM: values * scale, possibly padded along the contracted dimension.
 
     Attributes:
         values: [t c] in the GEMM's dtype.
         scale: outer scale that the GEMM applies to its output, fp32: 0-dim, or one for each row
             [t 1]; or None.
-        low: the low-rank part of an operand that is split.
+        low: the low-rank part of a split operand.
     """
 
     values: Tensor
@@ -42,9 +42,10 @@ class Quantized(NamedTuple):
         return Quantized(self.values.mT, scale.mT if scale is not None and scale.dim() else scale)
 
     def factored(self, contracted: int) -> Quantized:
-        """Return the same without a scale that differs along the dimension that a GEMM contracts.
+        """Multiply the scale into the values if it varies along the contracted dimension.
 
-        Such a scale is no factor of the output: it is multiplied into the values, and rounded.
+        The GEMM cannot apply such a scale to its output. The product is rounded to the values'
+        dtype.
         """
         scale = self.scale
         if scale is None or scale.dim() == 0 or scale.shape[contracted] == 1:
@@ -57,7 +58,7 @@ class Quantized(NamedTuple):
         """Return ((x - x_hat) @ directions) * lengths; see `epilogue.error_along`.
 
         Args:
-            x: [t c], which the GEMM contracts along c.
+            x: [t c]; the GEMM contracts c.
             directions: [c k]
             lengths: [k]
             scratch: of the call.
@@ -67,14 +68,14 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor on its way into a GEMM.
+    """Quantizes a tensor for a GEMM.
 
     Args:
         quantizer: None leaves the tensor in high precision.
-        conditioner: what is done around the quantizer.
+        conditioner: transform around the quantizer.
 
     Raises:
-        TypeError: a conditioner that cannot be hashed.
+        TypeError: the conditioner cannot be hashed.
     """
 
     quantizer: Quantizer | None = None
@@ -89,13 +90,13 @@ class Operand:
 
     @property
     def draws(self) -> bool:
-        """Return whether another noise key gives another result."""
+        """Return whether the result depends on the noise key."""
         if self.quantizer is None:
             return False
         return self.quantizer.needs_noise or self.conditioner.draws
 
     def bind(self, state: Any) -> Operand:
-        """Return the operand of one call, which knows what the layer's state froze for it."""
+        """Return the operand of one call, bound to the layer's state as frozen for that call."""
         return replace(self, conditioner=self.conditioner.bind(state))
 
     def __call__(
@@ -133,7 +134,7 @@ class Operand:
         return self.conditioner.is_direct and bool(self.quantizer.two_level)
 
     def measured(self, x: Tensor, *, dim: int, key: Key) -> Measured | None:
-        """Return the tensor whose largest magnitude kernels find in a call with x [t c], if any."""
+        """Return the tensor whose amax kernels compute in a call with x [t c]; None: no tensor."""
         quantizer, conditioner = self.quantizer, self.conditioner
         if quantizer is None or not quantizer.two_level or not has_kernel(x, quantizer, dim):
             return None
@@ -147,7 +148,7 @@ class Operand:
         return None if groups is None else Measured(x, groups, dim)
 
     def has_codes(self, x: Tensor) -> bool:
-        """Return whether `encode` takes x [t c]."""
+        """Return whether `encode` supports x [t c]."""
         known = isinstance(self.quantizer, Quantizer) and self.conditioner.has_codes
         return known and x.numel() > 0
 
@@ -162,8 +163,8 @@ class Operand:
     ) -> Encoded:
         """Quantize x [t c] to codes and scales: the first half of a call. See `has_codes`.
 
-        `dtype` is the dtype of a GEMM that takes x_hat next: a kernel may then write its values
-        at once.
+        `dtype` is the dtype of a GEMM that takes x_hat next; a kernel may then write the values of
+        x_hat too.
         """
         assert self.quantizer is not None
         if dtype is not None and self.conditioner.is_direct:
@@ -187,9 +188,9 @@ class Operand:
         dtype: torch.dtype,
         factors: bool = True,
     ) -> Quantized:
-        """Return the result of a call, bit for bit, from the codes of an x of this shape.
+        """Return the same bits as a call, from the codes of an x of this shape.
 
-        Without `factors` it need not have the low-rank part of a split matrix.
+        With `factors=False` the low-rank part of a split matrix may be missing.
         """
         assert self.quantizer is not None
         if self._keeps_scale_apart(dtype):

@@ -1,7 +1,7 @@
 """A weight stored as a low-rank part and a residual.
 
 u [o k], s [k], vh [k i], residual [o i], all trainable, with w = gain * (u * s) @ vh + residual.
-The gradients are the chain rule through w_hat with straight-through quantizers; written out they
+Gradients follow the chain rule through w_hat with straight-through quantizers; written out, they
 are the paper's five equations.
 """
 
@@ -32,19 +32,19 @@ class SplitWeight(WeightForm):
         rank: k
         compensated: w_hat = low + Q(residual + (u * s) @ vh - low) with low = Q(u) * s @ Q(vh);
             the correction is a constant to autograd. The paper has w_hat = low + Q(residual).
-        unit_rms: u and vh have entries of unit RMS rather than being orthonormal: orthonormal ones
-            times sqrt(out_features) and sqrt(in_features). Adam moves every entry by about the
-            learning rate, so entries of 1/sqrt(n) turn by a share sqrt(n) times as large, and the
-            split would train the dominant part at a much higher rate than the same weight stored
-            densely.
+        unit_rms: u and vh have entries of unit RMS: they are orthonormal factors times
+            sqrt(out_features) and sqrt(in_features). Adam moves every entry by about the learning
+            rate, so orthonormal factors, with entries of 1/sqrt(n), would change sqrt(n) times as
+            much relative to their size, and the dominant part would train at a much higher rate
+            than in a dense weight.
         exact_factors: the factors stay in high precision (arXiv 2411.05007), so that there is
             nothing to compensate: w_hat = (u * s) @ vh + Q(residual), with the operand's
             conditioner around Q.
-        side_branch: the exact factors are a branch of their own that reads the input before it is
-            quantized: y = s (x vh^T) u^T + x_hat Q(residual)^T. Autograd carries its gradients, so
-            that the factors train as plain layers.
-        gain: 1 for orthonormal factors, as published. With `unit_rms`, which `sized` turns into
-            it, 1 / sqrt(out_features in_features).
+        side_branch: the exact factors are a separate branch that reads the unquantized input:
+            y = s (x vh^T) u^T + x_hat Q(residual)^T. Autograd differentiates the branch, so the
+            factors train like plain layers.
+        gain: 1 for orthonormal factors, as published; 1 / sqrt(out_features in_features) with
+            `unit_rms`, set by `sized`.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class SplitWeight(WeightForm):
 
     @classmethod
     def beside_gemm(cls, rank: int) -> SplitWeight:
-        """Return the form with a side branch, as the authors of 2509.00404 train theirs."""
+        """Return the form with a side branch that the authors of arXiv 2509.00404 train."""
         return cls(rank, compensated=False, exact_factors=True, side_branch=True)
 
     def sized(self, out_features: int, in_features: int) -> SplitWeight:
@@ -74,7 +74,7 @@ class SplitWeight(WeightForm):
     def dense(self, params: Sequence[Tensor]) -> Tensor:
         u, s, vh, residual = params
         kind = residual.device.type if residual.device.type != "meta" else "cpu"
-        with torch.autocast(kind, enabled=False):  # which would round the factors, and the sum
+        with torch.autocast(kind, enabled=False):  # autocast would round factors and sum
             return torch.addmm(residual, u * (s * self.gain), vh)
 
     def in_gemm(self, params: Sequence[Tensor]) -> tuple[WeightForm, Sequence[Tensor]]:
@@ -143,7 +143,6 @@ class SplitWeight(WeightForm):
     def _unpacked(
         self, packed: Sequence[Any], stored: Sequence[Tensor], quantizer: Quantizer, *, dim: int
     ) -> LowRank:
-        """Unpack the stored factors."""
         u, s, vh = stored
         u_hat, vh_hat = (
             unpack(Packed(*codes), quantizer, dim=dim, shape=(like.shape[0], like.shape[1]))
@@ -178,16 +177,15 @@ class SplitWeight(WeightForm):
     def decompose(self, w: Tensor, key: Key) -> tuple[Tensor, ...]:
         u, s, vh, residual = decompose_weight(w, self.rank, key=key)
         if self.gain != 1:
-            # The root of the size, not the size of the root: exact where it is a power of two.
+            # Exact where the root is a power of two.
             u, vh = u * w.shape[0] ** 0.5, vh * w.shape[1] ** 0.5
             residual = w.to(u.dtype) - (u * (s * self.gain)) @ vh
         return u, s, vh, residual
 
     def stored(self, w: Tensor, key: Key, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the parameters of a weight [o i] in the dtype that they are stored in.
+        """Return the parameters of a weight [o i] in the dtype in which they are stored.
 
-        The residual is taken against the factors as they are stored: it holds what rounding took
-        off them.
+        The residual is computed from the rounded factors, so it contains their rounding error.
         """
         *factors, residual = self.decompose(w, key)
         factors = [factor.to(dtype) for factor in factors]
@@ -202,7 +200,7 @@ class SplitWeight(WeightForm):
         return (factors + 32 * k) / (o * i)
 
     def orthonormal(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return u and vh in the units in which they start out orthonormal."""
+        """Return u and vh without unit-RMS scaling; they are orthonormal at initialization."""
         u, _, vh, _ = params
         return (u, vh) if self.gain == 1 else (u / u.shape[0] ** 0.5, vh / vh.shape[1] ** 0.5)
 

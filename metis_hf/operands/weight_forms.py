@@ -1,7 +1,7 @@
 """Forms of a stored weight, and how its parameters become the GEMM operand w_hat.
 
-Dense: one matrix. Clipped: one matrix and a clipping strength per row. `split_weight` has the
-third. The gradients are the chain rule through w_hat with straight-through quantizers.
+Dense: one matrix. Clipped: one matrix and a clipping strength per row. `split_weight` has the third
+form. Gradients follow the chain rule through w_hat with straight-through quantizers.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ HIGH_PRECISION_BITS = 16.0  # of tensors that are not quantized, in BF16
 
 
 class WeightForm(ABC):
-    """A way to store a weight [o i]: which parameters there are, and what they stand for.
+    """A way to store a weight [o i]: its parameters, and the matrix that they represent.
 
-    `params` are the parameters in the order of `names`, each as `shapes` says. The last one is a
-    matrix [o i]: whatever is added to it is added to the represented weight. Subclasses are frozen
-    dataclasses: layers whose forms are equal can take each other's parameters, and see `fits`.
+    `params` are the parameters in the order of `names`, with the shapes of `shapes`. The last one
+    is a matrix [o i]; adding to it adds to the represented weight. Subclasses are frozen
+    dataclasses. Layers with equal forms can exchange parameters; see also `fits`.
 
     Attributes:
         names: of the parameters in a layer and in its checkpoints.
-        undecayed: names of parameters that weight decay leaves alone.
+        undecayed: names of parameters without weight decay.
         is_split: the weight is stored as a low-rank part and a residual.
-        rank: directions of the low-rank part; None where there is none.
-        altered: a word for messages: what happens to the matrix before it is quantized.
+        rank: of the low-rank part; None if there is none.
+        altered: participle for messages, if the matrix is changed before it is quantized.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -44,11 +44,11 @@ class WeightForm(ABC):
     rank: int | None
 
     def sized(self, out_features: int, in_features: int) -> WeightForm:
-        """Return the form of a layer of this size, where constants of the form depend on it."""
+        """Return the form for a layer of this size, with its size-dependent constants set."""
         return self
 
     def fits(self, stored: WeightForm) -> bool:
-        """Return whether parameters that are stored in another form are this one's as they are."""
+        """Return whether this form can use parameters of the form `stored` unchanged."""
         return self == stored
 
     @abstractmethod
@@ -57,7 +57,7 @@ class WeightForm(ABC):
 
     @abstractmethod
     def decompose(self, w: Tensor, key: Key) -> tuple[Tensor, ...]:
-        """Make the parameters that represent a weight [o i]; where they are new, fp32 or fp64."""
+        """Return parameters that represent a weight [o i]; computed ones are in fp32 or fp64."""
 
     @abstractmethod
     def dense(self, params: Sequence[Tensor]) -> Tensor:
@@ -67,23 +67,23 @@ class WeightForm(ABC):
     def quantize(
         self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype
     ) -> Quantized:
-        """Return w_hat [o i], as `Operand.__call__`."""
+        """Return w_hat [o i]; arguments as in `Operand.__call__`."""
 
     def in_gemm(self, params: Sequence[Tensor]) -> tuple[WeightForm, Sequence[Tensor]]:
-        """Return the form and the parameters that the layer's GEMMs multiply: all, mostly."""
+        """Return the form and the parameters that the layer's GEMMs use; by default all."""
         return self, params
 
     def beside(self, x: Tensor, params: Sequence[Tensor]) -> Tensor | None:
-        """Compute what is added to the GEMM's output for the input x [... i]; None: nothing."""
+        """Return the term added to the GEMM's output for the input x [... i]; None: no term."""
         return None
 
     def encodes(self, params: Sequence[Tensor], operand: Operand) -> bool:
-        """Return whether `quantize` has two halves, `encode` and `decode`."""
+        """Return whether `encode` and `decode` can replace `quantize`."""
         return operand.has_codes(params[-1])
 
     @abstractmethod
     def encode(self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key) -> Encoded:
-        """Do the first half of `quantize`: codes and scales of w_hat."""
+        """Return codes and scales of w_hat: the first half of `quantize`."""
 
     def decode(
         self,
@@ -94,7 +94,7 @@ class WeightForm(ABC):
         dim: int,
         dtype: torch.dtype,
     ) -> Quantized:
-        """Do the second half: what `quantize` gives, bit for bit."""
+        """Return the same bits as `quantize`, from the result of `encode`."""
         rows, columns = params[-1].shape
         return operand.decode(encoded, dim=dim, shape=(rows, columns), dtype=dtype)
 
@@ -102,10 +102,10 @@ class WeightForm(ABC):
     def gradients(
         self, params: Sequence[Tensor], dw: Tensor, operand: Operand, *, key: Key
     ) -> list[Tensor]:
-        """Carry dw = dL/dw_hat [o i] to each parameter."""
+        """Return the gradient of each parameter from dw = dL/dw_hat [o i]."""
 
     def factor_bits(self, shape: tuple[int, int], bits: float) -> float:
-        """Return the bits stored beside the matrix for each of its elements.
+        """Return the bits of the low-rank factors per element of the matrix.
 
         Args:
             shape: of the matrix, [o i].
@@ -150,14 +150,14 @@ DENSE = DenseWeight()
 
 @dataclass(frozen=True)
 class ClippedWeight(WeightForm):
-    """clip [o] and one matrix w: w_hat = Q(C(w)) with C(w) = clamp(w, -t, t).
+    """One matrix w, clipped by clip [o]: w_hat = Q(C(w)) with C(w) = clamp(w, -t, t).
 
     t = strength * amax, one strength per output row, one amax per block of 16 along the row
     (OmniQuant, arXiv 2308.13137, equation 2, with the group size of NVFP4; one strength for both
-    signs, as NVFP4 is symmetric). strength = sigmoid(start + clip): clip is what training has added
-    to the start, so that weight decay pulls strengths back to .982 rather than to 1/2.
+    signs, as NVFP4 is symmetric). strength = sigmoid(start + clip): clip starts at zero, so weight
+    decay pulls strengths to .982 rather than to 1/2.
 
-    The quantizer is straight-through, C is differentiated as it is: a clipped element's gradient
+    The quantizer is straight-through; C is differentiated exactly: a clipped element's gradient
     goes to the element that sets amax, and to clip. The represented weight is w, not clipped.
 
     Args:
@@ -194,7 +194,7 @@ class ClippedWeight(WeightForm):
         return operand.encode(self._clipped(params), dim=dim, key=key)
 
     def strength(self, clip: Tensor) -> Tensor:
-        """Share of a block's largest magnitude that its row's weights are clipped to [o]."""
+        """Return the shares of their blocks' amax to which the rows are clipped, [o]."""
         return torch.sigmoid(self.start + clip)
 
     def _clipped(self, params: Sequence[Tensor]) -> Tensor:
@@ -215,13 +215,13 @@ class ClippedWeight(WeightForm):
         moved = (g * blocks.sign() * over).sum(-1, keepdim=True)  # dL/dt [o n 1]
         largest = blocks.abs() == amax
         shares = largest / largest.sum(-1, keepdim=True).clamp_min(1)
-        # Products rather than `where`: a NaN gradient shows in clipped elements too.
+        # Products, not `where`, so that NaN gradients also show in clipped elements.
         through = g * ~over + shares * blocks.sign() * strength[:, None, None] * moved
         dclip = (moved * amax).sum((1, 2)) * strength * (1 - strength)
         return [dclip.to(clip.dtype), through.flatten(-2)[:, : w.shape[1]].to(w.dtype)]
 
     def _blocks(self, clip: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return w cut into blocks [o n 16], their largest magnitudes and t, both [o n 1]."""
+        """Return w cut into blocks [o n 16], their amax and t, both [o n 1]."""
         blocks = self._cut(w if w.dtype is torch.float64 else w.float())
         amax = blocks.abs().amax(-1, keepdim=True)
         return blocks, amax, self.strength(clip.to(blocks.dtype))[:, None, None] * amax

@@ -1,7 +1,7 @@
 """The published methods, one short file each; importing this package registers them.
 
-`base` says what a scheme is, `registry` finds one by name, scheme files import `parts`, and
-`discovery` imports the files of users.
+`base` defines a scheme, `registry` finds one by name, scheme files import `parts`, and `discovery`
+imports users' files.
 """
 
 import importlib
@@ -39,8 +39,8 @@ __all__ = [
     "source_digests",
 ]
 
-# Files of this folder that are no schemes; every other one registers what it has, the control
-# first: that is how lists and pictures have it.
+# Modules of this folder without schemes. The others are imported, and so registered, with the
+# control first: the order in lists and figures.
 _TOOLS = {"base", "channel_ranges", "discovery", "listing", "parts", "registry", "states", "unread"}
 _files = (module.name for module in pkgutil.iter_modules(__path__))
 for _file in sorted(_files, key=lambda name: (name != CONTROL, name)):

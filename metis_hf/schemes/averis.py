@@ -1,4 +1,4 @@
-"""Averis as its second version has it: the token mean apart, on NVFP4 without a rotation."""
+"""Averis, second version: the token mean quantized separately, on NVFP4 without a rotation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SOURCE = "arXiv 2603.10444 version 2 (Averis), a reading of its abstract"
     source=_SOURCE,
 )
 def averis(config: MetisConfig, rank: int) -> Scheme:
-    """Return x = 1 mu^T + rest, both quantized, of inputs and output gradients, on plain NVFP4.
+    """Split inputs and output gradients as x = 1 mu^T + rest, both quantized, on plain NVFP4.
 
-    Blocks and roundings are as in `nvidia`, which is assumed; nothing is rotated. The split is the
-    first version's, as in `mean`. The second compares itself with "vanilla NVFP4" and with NVIDIA's
-    Hadamard.
+    Assumed: blocks and roundings are as in `nvidia`. Nothing is rotated. The split is from the
+    first version of the paper, as in `mean`. The second version compares with "vanilla NVFP4" and
+    with NVIDIA's Hadamard.
 
     Raises:
         ValueError: `operand_mode="shared"`, as `nvidia`; `mean` has that mode.
@@ -41,7 +41,7 @@ def averis(config: MetisConfig, rank: int) -> Scheme:
 def averis_hadamard(config: MetisConfig, rank: int) -> Scheme:
     """Return `averis` with both operands of wgrad as 1 Q(mu) + H^T Q(H (x - 1 mu)).
 
-    That the two together are better than either the paper says; their order is assumed. After a
+    The paper says that both together are better than either alone; their order is assumed. After a
     rotation of tokens there would be no mean over tokens.
 
     Raises:

@@ -31,27 +31,27 @@ _REUSED = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """Six operands; None in the last three reuses the quantized copy of the first three.
+    """Six operands; None in one of the last three reuses the copy of an earlier GEMM.
 
     Args:
         fprop_input: x, blocks along in_features.
         fprop_weight: w, blocks along in_features.
         dgrad_grad_output: dy, blocks along out_features.
-        dgrad_weight: w, blocks along out_features; None: the very values of fprop.
-        wgrad_grad_output: dy, blocks along tokens; None: the very values of dgrad.
-        wgrad_input: x, blocks along tokens; None: the very values of fprop.
+        dgrad_weight: w, blocks along out_features; None: the same values as in fprop.
+        wgrad_grad_output: dy, blocks along tokens; None: the same values as in dgrad.
+        wgrad_input: x, blocks along tokens; None: the same values as in fprop.
         weight: how the weight is stored: as one matrix, clipped, or split.
-        corrected: the operands of which the GEMM adds what rounding took off them in the dominant
-            directions of the other operand, in FP4; see `corrections`. The other one must be split.
-            Not WGRAD_INPUT: backward does not have x.
-        state: what it keeps of a layer from step to step, if anything.
-        rank: directions that splits of the layer keep; splits of output gradients
-            may keep fewer (`directions`); `build_scheme` fills it in, split or not.
+        corrected: operands whose rounding errors the GEMM adds back, in FP4, along the dominant
+            directions of the other operand; see `corrections`. The other operand must be split. Not
+            WGRAD_INPUT, since backward does not have x.
+        state: per-layer state that the scheme keeps over steps, if any.
+        rank: of the layer's splits; splits of output gradients may have less (`directions`).
+            `build_scheme` sets it, whether or not the scheme splits.
 
     Attributes:
         is_high_precision: no operand is quantized: a plain linear layer.
-        samples_rows: an operand depends on which rows are padding: the sampled rows of a subspace,
-            or a mean, must not be.
+        samples_rows: an operand depends on which rows are padding, such as a sampled subspace or a
+            mean.
     """
 
     fprop_input: Operand = HIGH_PRECISION
@@ -64,31 +64,31 @@ class Scheme:
     corrected: frozenset[Role] = frozenset()
     state: LayerState | None = None
     rank: int = 0
-    # Of each instance, but no fields: torch 2.8 rebuilds a traced scheme from all its fields.
+    # Set on each instance, but not fields: torch 2.8 rebuilds a traced scheme from all its fields.
     is_high_precision: ClassVar[bool]
     samples_rows: ClassVar[bool]
 
     @property
     def splits_weight(self) -> bool:
-        """Return whether the weight is split: as it is stored, or whenever fprop quantizes it."""
+        """Return whether the weight is split: in storage, or when fprop quantizes it."""
         return self.weight.is_split or isinstance(self.fprop_weight.conditioner, Spectral)
 
     @property
     def multiplies_factors(self) -> bool:
-        """Return whether the weight's stored factors are in the layer's GEMMs, not beside them."""
+        """Return whether stored factors are part of the layer's GEMMs, not of a side branch."""
         return isinstance(self.weight, SplitWeight) and not self.weight.side_branch
 
     @property
     def splits(self) -> bool:
-        """Return whether any operand is split, so that `rank` says how."""
+        """Return whether any operand is split, so that `rank` matters."""
         return any(self.directions(role) for role in Role)
 
     def weight_bits(self, out_features: int, in_features: int) -> float:
         """Return the bits per element of w_hat in fprop, as FP4 units read it.
 
-        With the low-rank factors, and channels that are there twice. FP4 units want a block scale
-        for each row, so that a square tile's is there as often as it has rows; this package stores
-        it once, and `metis-hf schemes` counts that.
+        Low-rank factors and the second copy of patched channels are included. FP4 units need a
+        block scale for each row, so the scale of a square tile counts once per row; this package
+        stores it once, which is the figure of `metis-hf schemes`.
         """
         quantizer, shape = self.fprop_weight.quantizer, (out_features, in_features)
         bits = HIGH_PRECISION_BITS if quantizer is None else quantizer.fmt.bits_per_element
@@ -99,14 +99,14 @@ class Scheme:
         return bits + (split.factor_bits(shape, bits) if self.splits_weight else 0.0)
 
     def directions(self, role: Role) -> int:
-        """Return the number of directions that the split at `role` keeps; 0: no split."""
+        """Return the rank of the split at `role`; 0: no split."""
         if self.multiplies_factors and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
             return self.weight.rank or 0
         conditioner = self.resolve(role)[1].conditioner
         return conditioner.rank if isinstance(conditioner, Spectral) else 0
 
     def operand(self, role: Role) -> Operand | None:
-        """Return the operand at `role`, None if another's copy is reused there."""
+        """Return the operand at `role`; None if `role` reuses another copy."""
         return getattr(self, role.name.lower())
 
     def reuses(self, role: Role) -> bool:
@@ -130,8 +130,8 @@ class Scheme:
                     f"{role.name.lower()} of a scheme is {operand!r}; give an Operand, such as "
                     "Operand(quantizer)"
                 )
-        # Read at every forward call. A cached property would break torch.compile's graph there:
-        # it takes a lock in Python 3.11.
+        # Set here because every forward call reads them: a cached property would break
+        # torch.compile's graph, since it takes a lock in Python 3.11.
         operands = [self.resolve(role)[1] for role in Role]
         high = all(operand.quantizer is None for operand in operands)
         samples = any(op.conditioner.uses_row_mask for op in operands)
@@ -151,24 +151,24 @@ class Scheme:
         return any(op.quantizer is not None and op.quantizer.needs_noise for op in operands)
 
     def deterministic(self) -> Scheme:
-        """Return the same with nearest rounding everywhere: what a layer in eval mode uses."""
+        """Return the scheme of eval mode: the same with nearest rounding everywhere."""
         changes: dict[str, Any] = {}
         for role in Role:
             operand = self.operand(role)
             if operand is not None and operand.quantizer is not None:
                 operand = replace(operand, quantizer=operand.quantizer.deterministic())
-                if isinstance(operand.conditioner, Spectral):  # which depends on no training
+                if isinstance(operand.conditioner, Spectral):  # no kept subspace
                     operand = replace(operand, conditioner=replace(operand.conditioner, reuse=None))
                 changes[role.name.lower()] = operand
         return replace(self, **changes)
 
     def storing(self, *, split: bool | str) -> Scheme:
-        """Return the same with weights stored as u, s, vh and residual, or as one matrix.
+        """Return the scheme with weights stored as u, s, vh and residual, or as one matrix.
 
-        Factors and residual are then quantized as the matrix was. What conditions or clips the
-        matrix does not apply to them, and the other way round. With "side-branch" the residual
-        alone is quantized, as the matrix was, conditioned too, and the factors read the input
-        beside its GEMM.
+        With `split=True`, factors and residual have the matrix's quantizer, but not its conditioner
+        or clipping. With "side-branch", the residual alone is quantized, with the matrix's
+        quantizer and conditioner, and the factors read the unquantized input in parallel with the
+        residual's GEMM.
         """
         if split == "side-branch":
             corrected = self.corrected
@@ -188,14 +188,14 @@ class Scheme:
         )
 
     def with_token_scales(self) -> Scheme:
-        """Return the same with one outer scale for each token of inputs and output gradients.
+        """Return the scheme with one outer scale for each token of inputs and output gradients.
 
-        Weights keep one for the tensor, as do copies with blocks along tokens: there the scale of
-        a token is no factor of the GEMM's output.
+        Weights, and copies with blocks along tokens, keep one per tensor: a GEMM that contracts
+        tokens cannot apply a token's scale to its output.
 
         Raises:
-            ValueError: no input or gradient is quantized though the weight is, its scales are
-                static, or it has none above the blocks' scales.
+            ValueError: the weight is quantized but neither inputs nor gradients are, the input has
+                a static scale, or the format has no scale above its block scales.
         """
         if self.is_high_precision:
             return self
@@ -213,13 +213,13 @@ class Scheme:
         return replace(self, **changes)
 
     def with_kept_subspaces(self, interval: int, refinements: int) -> Scheme:
-        """Return the same with subspaces of inputs and output gradients kept over some steps.
+        """Return the scheme with subspaces of inputs and output gradients kept over some steps.
+
+        A scheme that splits neither is returned unchanged.
 
         Args:
-            interval: optimizer steps from one subspace that is found afresh to the next.
-            refinements: products with each batch's Gram matrix that a kept one takes.
-
-        One that splits neither stays as it is.
+            interval: optimizer steps from one search for a subspace to the next.
+            refinements: multiplications of a kept subspace by each batch's Gram matrix.
 
         Raises:
             ValueError: the scheme keeps another state.
@@ -241,10 +241,9 @@ class Scheme:
         return replace(self, **changes, state=KeptSubspaces(interval, refinements, **ranks))
 
     def _own_copy(self, role: Role) -> Operand:
-        """Return the operand at a role, for a copy of its own if it has been another role's.
+        """Return the operand at a role, as a separate copy if the role reuses another's.
 
-        A GEMM whose other operand is not quantized loses with the shared copy all that four bits
-        did to it.
+        If the GEMM's other operand is not quantized, the separate copy is not quantized either.
         """
         used, operand = self.resolve(role)
         if used is role:
@@ -254,14 +253,14 @@ class Scheme:
         return replace(operand, conditioner=operand.conditioner.turned())
 
     def in_high_precision(self, passes: Sequence[str]) -> Scheme:
-        """Return the same with the GEMMs of some passes unquantized: any of "forward", "backward".
+        """Return the scheme with some passes unquantized: any of "forward", "backward".
 
-        A quantized operand that both passes shared is then quantized for the other pass alone, if
-        the GEMM's other operand is quantized too. A weight that is quantized in the forward pass
-        keeps its way from dL/dw_hat to dL/dw: trained clipping, or a gradient estimator. The copy
-        is made for one GEMM, and so in blocks along the dimension which that contracts. Rotations
-        of a whole dimension rotate the same one as before; `Hadamard` and `RandomHadamard`, which
-        rotate in blocks, go along with the contraction.
+        A copy that both passes share is then quantized for the other pass alone, if its GEMM's
+        other operand is quantized too, in blocks along the dimension that this GEMM contracts.
+        Rotations of a whole dimension rotate the same dimension as before; `Hadamard` and
+        `RandomHadamard`, which rotate in blocks, follow the contraction. If the forward pass
+        quantizes the weight, trained clipping or a gradient estimator still maps dL/dw_hat to
+        dL/dw.
         """
         scheme = self
         if "backward" in passes:

@@ -12,5 +12,5 @@ from metis_hf.schemes.parts import RANK_MULTIPLE, MetisConfig, Scheme, SplitWeig
     rank_multiple=RANK_MULTIPLE,
 )
 def bf16_split(config: MetisConfig, rank: int) -> Scheme:
-    """Return the extra parameters of Metis without FP4, to tell one's effect from the other's."""
+    """Return a split weight without FP4, to isolate the effect of Metis's extra parameters."""
     return Scheme(weight=SplitWeight(rank, unit_rms=True))

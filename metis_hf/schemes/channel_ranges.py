@@ -1,4 +1,4 @@
-"""Running ranges of a layer's input channels, and the scales and shifts made of them."""
+"""Running ranges of a layer's input channels, and the scales and shifts computed from them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from metis_hf.schemes.states import LayerState, StatefulLayer, finite_or
 
 STATE = ("running_range", "step_range", "step_mark")
 _NO_MARK = torch.iinfo(torch.int64).min
-# Marks as the last `synchronize` left them, by their buffers; nothing of a run that is resumed.
+# Buffer of a mark -> its value after the last `synchronize`; empty when a run is resumed.
 _SYNCHRONIZED: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-DECAY = 0.9  # of the running range, for each optimizer step: a memory of about ten steps
+DECAY = 0.9  # of the running range per optimizer step: it spans about ten steps
 
 
 @dataclass(frozen=True)
 class RunningRange(LayerState):
     """Moving average over optimizer steps of each input channel's largest x and largest -x.
 
-    A call uses the average over the steps before its own. Until there is one (the first step, or
-    a layer whose weight never changes), it uses its own extremes; so it does where a mean of models
-    (EMA) has made NaN of the infinities that stand for none. Channels with NaN or infinity are
-    left out. Two buffers [2 i], the averages and the extremes of the running step, and the mark of
-    that step: as soon as the weight is another one, its extremes enter the averages. Maxima do not
-    change when a call is repeated, so recomputed forward passes are harmless.
+    A call uses the average over earlier steps. Until there is one (in the first step, or if the
+    weight never changes), it uses its own extremes. It also does if averaging of models (EMA) has
+    turned the initial infinities into NaN. Channels with NaN or infinity are left out. The buffers
+    are the averages [2 i], the extremes [2 i] of the current step, and the mark of that step: when
+    the weight changes, the extremes enter the averages. Repeating a call does not change maxima, so
+    recomputed forward passes are harmless.
 
-    Each process has its own: DDP broadcasts the ones of rank 0 with its buffers, and `synchronize`
-    takes the maxima over all processes that have run the layer in this step: an expert may have no
-    tokens on one. The others get what these have.
+    Each process has its own buffers: DDP broadcasts the buffers of rank 0, and `synchronize` takes
+    the maxima over the processes that ran the layer in this step, since an expert may have no
+    tokens on one of them. The other processes get the same maxima.
     """
 
     def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
-        # In fp32 whatever the default dtype: from_pretrained sets that to the model's.
+        # Always fp32: from_pretrained sets the default dtype to the model's.
         nothing = torch.full((2, in_features), -torch.inf, dtype=torch.float32)
         return {
             "running_range": nothing,
@@ -58,7 +58,7 @@ class RunningRange(LayerState):
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
         own = [[layer.buffers[name] for name in STATE] for layer in layers.values()]
         marks = torch.stack([mark for _, _, mark in own]).long()
-        # The mark of a layer that has run is another one than after the last time.
+        # The mark of a layer that has run differs from its mark after the last `synchronize`.
         before = torch.stack([_SYNCHRONIZED.get(mark, mark - 1) for _, _, mark in own])
         has_run = marks != before
         ranges = torch.cat(
@@ -104,9 +104,9 @@ class Smoothing(RunningRange):
 class Shifting(RunningRange):
     """z = (min + max) / 2, s = max(1, r / t) with r = (max - min) / 2 (arXiv 2304.09145, eq. 3, 5).
 
-    The paper searches t on calibration data. Here t = sqrt(median(r) max(r)): channels at most that
-    wide stay as they are, and the widest gives its weight column half of its excess over the
-    median, in logarithms, as SmoothQuant's alpha of one half.
+    The paper searches t on calibration data. Here t = sqrt(median(r) max(r)): channels with r <= t
+    are not scaled, and the widest moves half of its excess over the median, in logarithms, to its
+    weight column, as SmoothQuant does with alpha = 1/2.
     """
 
     def freeze(
@@ -128,5 +128,5 @@ def _extremes(x: Tensor) -> Tensor:
 
 
 def _usable(scale: Tensor) -> Tensor:
-    """Return scales; 1 where a channel has none: its x or its weight is zero, or not finite."""
+    """Return scales, with 1 for channels whose x or weight is zero or not finite."""
     return finite_or(scale.masked_fill(scale <= 0, torch.inf), 1.0)

@@ -19,14 +19,14 @@ _imported: dict[str, tuple[str, ...]] = {}  # source, as `absolute_source` gives
 
 
 def absolute_source(source: str | Path) -> str:
-    """Return a source as every process finds it: a file by its absolute path, a module by name."""
+    """Return a source that every process can find: absolute path of a file, or module name."""
     text = str(source)
     is_file = isinstance(source, Path) or text.endswith(".py") or "/" in text or "\\" in text
     return str(Path(text).expanduser().resolve()) if is_file else text
 
 
 def import_schemes(source: str | Path) -> list[str]:
-    """Import a Python file or module that registers schemes; a second time nothing happens.
+    """Import a Python file or module that registers schemes; a second import does nothing.
 
     A file that is imported already, as a module or by another path, is not run again.
 
@@ -37,9 +37,9 @@ def import_schemes(source: str | Path) -> list[str]:
         The names of the schemes that it registers.
 
     Raises:
-        ValueError: no such file or module, its code fails, it registers no scheme, or one whose
-            name is taken. Its schemes are then not registered, and a repaired file can be imported:
-            it may define its schemes and its formats in another way.
+        ValueError: the file or module does not exist, its code fails, it registers no scheme, or a
+            name is taken. Its schemes are then unregistered, so that a repaired file can be
+            imported, with other definitions of its schemes and formats.
     """
     source = absolute_source(source)
     if source in _imported and registry.SCHEMES.keys() >= set(_imported[source]):
@@ -57,7 +57,7 @@ def import_schemes(source: str | Path) -> list[str]:
 
 
 def _import_and_name(source: str) -> list[str]:
-    """Import a source that may be imported already; return the names of its schemes."""
+    """Import a source unless it is already imported; return the names of its schemes."""
     before = set(registry.SCHEMES)
     loaded = _loaded(source)
     module = loaded or _import(source)
@@ -67,7 +67,7 @@ def _import_and_name(source: str) -> list[str]:
         if name not in before or f"{info.module}.".startswith(f"{module.__name__}.")
     ]
     if not names:
-        if loaded is None:  # Python runs a module that it still has no second time
+        if loaded is None:  # otherwise Python would not run it again
             sys.modules.pop(module.__name__, None)
         raise _Unusable(
             "it registers none. Decorate a function (config, rank) -> Scheme with "
@@ -77,10 +77,11 @@ def _import_and_name(source: str) -> list[str]:
 
 
 def source_digests(names: Iterable[str], number_format: str | None = None) -> dict[str, str]:
-    """Return name -> SHA-256 of the file that builds a scheme; this package's own are left out.
+    """Return scheme name -> SHA-256 of its source file, without this package's own schemes.
 
-    Results of a user's scheme belong to this digest: the file may change under its name. So may
-    a number format, with the SHA-256 of its definition, under "format <name>".
+    Results of a user's scheme are stored with this digest, because the file may change under the
+    same name. A user's number format is included as "format <name>", with the SHA-256 of its
+    definition.
 
     Args:
         names: of schemes.
@@ -95,7 +96,7 @@ def source_digests(names: Iterable[str], number_format: str | None = None) -> di
 def _format_digest(name: str) -> str | None:
     try:
         found = get_format(name)
-    except ValueError:  # unknown: whoever builds its scheme says so
+    except ValueError:  # unknown: building the scheme raises
         return None
     return None if found in OWN_FORMATS else hashlib.sha256(repr(found).encode()).hexdigest()
 
@@ -111,18 +112,18 @@ def _source_digest(name: str) -> str | None:
 
 
 class _Unusable(Exception):
-    """The reason why a source gives no schemes, where none of its code has failed."""
+    """The reason why a source gives no schemes although its code does not fail."""
 
 
 def _loaded(source: str) -> ModuleType | None:
-    """Return the module of that name, or of that file, if it is imported already."""
+    """Return the module of that name or file if it is already imported."""
     path = Path(source)
     if not path.is_absolute():
         return sys.modules.get(source)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         same = file is not None and Path(file).name == path.name and Path(file).resolve() == path
-        if same and name != "__main__":  # which is running, and may yet register more
+        if same and name != "__main__":  # still running: it may register more
             return module
     return None
 
@@ -138,7 +139,7 @@ def _import(source: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise _Unusable("it is no Python file, whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -150,7 +151,7 @@ def _import(source: str) -> ModuleType:
 def _import_module(name: str) -> ModuleType:
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # of a parent; an empty or relative name
+    except (ImportError, ValueError):  # a parent fails, or the name is empty or relative
         spec = None
     if spec is None:
         raise _Unusable(

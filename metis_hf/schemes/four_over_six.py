@@ -13,11 +13,11 @@ from metis_hf.schemes.parts import MetisConfig, ScaleRule, Scheme, register_sche
     formats=("nvfp4",),
 )
 def four_over_six(config: MetisConfig, rank: int) -> Scheme:
-    """Return the recipe in which a block's maximum lies on code 6 or 4, as fits better.
+    """Return `nvidia` with a block's maximum scaled to code 6 or 4, whichever fits better.
 
-    The paper trains with NVIDIA's recipe otherwise: 16x16 tiles of weights, random Hadamard in
-    wgrad, stochastic gradients. Gradients keep the plain rule here: the choice between 4 and 6
-    compares errors of nearest rounding. The authors' library lets it be applied to them too.
+    The paper otherwise trains with NVIDIA's recipe: 16x16 tiles of weights, random Hadamard in
+    wgrad, stochastic gradients. Gradients keep the plain rule here, because the choice between 4
+    and 6 compares errors of nearest rounding. The authors' library can apply it to gradients too.
 
     Raises:
         ValueError: `operand_mode="shared"`, as `nvidia`.

@@ -22,16 +22,16 @@ from metis_hf.schemes.parts import (
     source="arXiv 2501.02625 (HALO), level 2 of its released code",
 )
 def halo(config: MetisConfig, rank: int) -> Scheme:
-    """Build level 2, which has the most rotations; levels 0 and 1 leave gradients as they are.
+    """Build level 2, which has the most rotations; levels 0 and 1 do not rotate gradients.
 
     With H along in_features and G along tokens, both full-width:
         fprop   y  = Q(x H) Q(w H)^T
         dgrad   dx = G^T [Q(G dy) Q(w H)] H^T
         wgrad   dw = [Q(dy)^T Q(x H)] H^T
-    Of dgrad and wgrad the rotations outside of the brackets are of outputs. Quantized weights and
-    inputs serve both passes. In "shared" mode so does the output gradient, Q(G dy); "contraction"
-    has the equations as they are. HALO fine-tunes in FP8, FP6 and INT8, rounded to nearest; in
-    NVFP4 gradients are rounded stochastically, with scales up.
+    In dgrad and wgrad, the rotations outside the brackets apply to outputs. Q(x H) and Q(w H) serve
+    both passes. In "shared" mode, wgrad takes Q(G dy) too; "contraction" follows the equations,
+    with wgrad's copies in blocks along tokens. HALO fine-tunes in FP8, FP6 and INT8, rounded to
+    nearest; in NVFP4, gradients are rounded stochastically, with scales rounded up.
     """
     forward, backward = nearest_forward(config)
     seed = key_of("hadamard", config.seed).static
@@ -44,7 +44,7 @@ def halo(config: MetisConfig, rank: int) -> Scheme:
     )
     if mode == "shared":
         return scheme
-    # Along tokens, which wgrad contracts, blocks run across the rotated features.
+    # wgrad contracts tokens: its blocks run along tokens, across the rotated features.
     return replace(
         in_mode(scheme, mode),
         wgrad_grad_output=Operand(backward),

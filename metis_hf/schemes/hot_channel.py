@@ -16,16 +16,15 @@ from metis_hf.schemes.parts import HotChannels, MetisConfig, Scheme, register_sc
 def hot_channel(config: MetisConfig, rank: int) -> Scheme:
     """Quantize fprop's operands with `conditioners.hot_channels.HotChannels`, the rest as `nvidia`.
 
-    The paper's variant is S-O2-B: one GEMM with appended channels, both operands compensated. What
-    it leaves open, or what differs here:
+    The paper's variant is S-O2-B: one GEMM with appended channels, both operands compensated. Open
+    choices of the paper, and differences from it:
     - Every operand ranks its own channels by its own error; the paper adds the errors of both.
-    - Every call ranks them for itself, so that nothing has to be kept; the paper does it
-      periodically.
+    - Every call ranks its channels, so no ranking is kept; the paper ranks periodically.
     - 1/16 of the channels are patched, at least one block of 16.
-    - Residuals are NVFP4 too: a single FP4 GEMM takes nothing else.
-    - Where both operands patch a channel, the product of their residuals is in it; the paper leaves
-      that second-order term out.
-    - dgrad takes the patched weight of fprop, the others are not patched.
+    - Residuals are NVFP4 too, since a single FP4 GEMM takes nothing else.
+    - If both operands patch a channel, the GEMM includes the product of their residuals; the paper
+      omits this second-order term.
+    - dgrad takes the patched weight of fprop; the other backward operands are not patched.
     CHON also keeps a few layers in BF16; `exclude_modules` does that for every scheme.
 
     Raises:

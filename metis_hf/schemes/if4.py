@@ -16,8 +16,9 @@ from metis_hf.schemes.parts import IF4, MIXFP4, MetisConfig, Scheme, register_sc
 def if4(config: MetisConfig, rank: int) -> Scheme:
     """Return the recipe that the authors train with: `nvidia-unbiased`, every operand in IF4.
 
-    A block is chosen by errors of nearest rounding, of gradients too, so that stochastic rounding
-    stays unbiased; the authors' code compares one draw of each format. Assumed: 16x16 tiles.
+    The format of a block is chosen by errors of nearest rounding, for gradients too, so that
+    stochastic rounding stays unbiased; the authors' code compares one draw of each format. Assumed:
+    16x16 tiles.
 
     Raises:
         ValueError: `operand_mode="shared"`, as `nvidia`.
@@ -32,7 +33,7 @@ def if4(config: MetisConfig, rank: int) -> Scheme:
     formats=(MIXFP4.name,),
 )
 def mixfp4(config: MetisConfig, rank: int) -> Scheme:
-    """Return the recipe of `nvidia`, every operand in MixFP4: the paper has no recipe to train by.
+    """Return the recipe of `nvidia`, every operand in MixFP4: the paper has no training recipe.
 
     Raises:
         ValueError: `operand_mode="shared"`, as `nvidia`.

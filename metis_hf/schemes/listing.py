@@ -1,4 +1,4 @@
-"""The registry as data: which operand is where in each scheme, in how many bits, and from where."""
+"""The registry as data: the operands of each scheme, with their bits and sources."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def list_schemes(
 
     Args:
         names: of schemes; None: all.
-        mode: `MetisConfig.operand_mode`; schemes without that mode are shown in their own.
+        mode: `MetisConfig.operand_mode`; schemes without that mode are shown in their default one.
 
     Raises:
         ValueError: a name that is not registered, a mode that does not exist.
@@ -88,14 +88,14 @@ def _correction(scheme: Scheme, role: Role) -> dict[str, Any]:
     if role not in scheme.corrected:
         return {}
     quantizer = scheme.resolve(role)[1].quantizer
-    other = Role(role ^ 1)  # inputs and weights, and so on, stand in pairs
+    other = Role(role ^ 1)  # the two operands of a GEMM are neighbors
     shape = WIDTH, scheme.directions(other)
     bits = _encoded_bits(Operand(quantizer), shape, -1) / WIDTH**2
     return {"correction": {"along": SLOTS[other], "bits": round(bits, 3)}}
 
 
 def conditioner_name(conditioner: Conditioner) -> str:
-    """Return the words of its class's name, and options that are on: "full hadamard (across)"."""
+    """Return the class name in words, with the options that are on: "full hadamard (across)"."""
     words = re.findall("[A-Z][a-z]*", type(conditioner).__name__)
     values: dict[str, Any] = (
         {f.name: getattr(conditioner, f.name) for f in dataclasses.fields(conditioner)}
@@ -109,7 +109,7 @@ def conditioner_name(conditioner: Conditioner) -> str:
 
 
 def _bits(scheme: Scheme, operand: Operand, role: Role) -> float | None:
-    """Count stored bits per element of a matrix [WIDTH WIDTH]; None: a conditioner needs values."""
+    """Count stored bits per element of a matrix [WIDTH WIDTH]; None if that needs its values."""
     try:
         return round(_counted_bits(scheme, operand, role), 3)
     except (RuntimeError, TypeError):
@@ -133,7 +133,7 @@ def _counted_bits(scheme: Scheme, operand: Operand, role: Role) -> float:
 
 @functools.cache  # schemes share most of their operands
 def _encoded_bits(operand: Operand, shape: tuple[int, int], dim: int) -> float:
-    """Return the bits that `Operand.encode` stores of a matrix, counted without its values."""
+    """Return the bits that `Operand.encode` stores for a matrix, counted on the meta device."""
     x = torch.empty(shape, device="meta")
     if not operand.has_codes(x):
         return HIGH_PRECISION_BITS * x.numel()  # saved densely

@@ -18,10 +18,10 @@ from metis_hf.schemes.parts import (
     source="arXiv 2603.10444 (Averis)",
 )
 def mean(config: MetisConfig, rank: int) -> Scheme:
-    """Return x = 1 mu^T + rest, both quantized, of inputs and output gradients; weights directly.
+    """Split inputs and output gradients as x = 1 mu^T + rest, and quantize both; weights directly.
 
-    The rest is taken against the exact mean. Stochastic rounding everywhere with scales rounded up
-    is what the same group's arXiv 2509.00404 has; this paper leaves the scales open.
+    The rest is x minus the exact mean. Stochastic rounding everywhere with scales rounded up is as
+    in the same group's arXiv 2509.00404; this paper does not say how scales are rounded.
     """
     quantizers = stochastic_everywhere(config)
     return three_operands(config, quantizers, input=MeanRemoved(), grad_output=MeanRemoved())

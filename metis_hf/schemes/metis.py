@@ -20,10 +20,10 @@ from metis_hf.schemes.parts import (
     with_own_copies,
 )
 
-SPLIT = ("activation", "gradient")  # tensors, unless the config says otherwise
+SPLIT = ("activation", "gradient")  # tensors, unless `config.decompose` says otherwise
 _GRADIENT_SHARE = 0.25  # of the rank, for output gradients
 _ROWS = 16  # sums of rows for each column of the sketch of a subspace
-# Split tensor -> the operand beside it that is corrected.
+# Split tensor -> the operand whose rounding error is added back along its directions.
 _CORRECTED_BY = {
     "weight": Role.FPROP_INPUT,
     "activation": Role.FPROP_WEIGHT,
@@ -41,41 +41,40 @@ _CORRECTED_BY = {
 def metis(config: MetisConfig, rank: int) -> Scheme:
     """Return the default scheme; eval/results/report/method.md measures each of its choices.
 
-    - Residuals are taken against the quantized low-rank part, Q(x - Q(a) lam Q(v^T)), and so make
-      up for the rounding of the factors, at the same number of bits.
-    - The weight is one dense matrix and quantized directly: its spectrum is flat beside the
-      spectra of inputs and gradients, and a split of it gives less than the same
-      multiply-adds spent on their rank. `decompose` can name "weight" too; it is then split
-      whenever it is quantized. Trained factors (`split_weight=True`) are another
-      parametrization, with another optimum.
-    - Output gradients have a quarter of the directions that inputs have: the loss feels inputs
-      alone, and a gradient's error comes mostly from the forward pass. So the same multiply-adds
-      do more for inputs.
-    - Directions come from sums of rows with random signs: rows drawn one by one miss directions in
-      which few tokens are large, and find fewer of the others.
-    - What rounding took off weights (fprop, dgrad) is added in the dominant directions of inputs
-      and output gradients, in FP4 and as k more channels of the same GEMM (`gemm` has the
-      equations): their rounding meets only the residual of the other operand. Where the weight is
-      split, what rounding took off inputs is added along its directions. The rounding error of
-      output gradients is unbiased, so it is not added.
-    - Forward tensors are rounded to nearest, gradients stochastically with scales up, so that they
-      stay unbiased. A block of a forward tensor has the scale, of six, that fits it best.
-    - In contraction mode each GEMM has copies of its own with blocks along what it contracts, the
-      weight too: 16x16 tiles, which would be the same for fprop and dgrad, round more coarsely.
+    - Residuals are computed from the quantized low-rank part, Q(x - Q(a) lam Q(v^T)), and so
+      compensate the rounding of the factors, at the same number of bits.
+    - The weight is one dense matrix, quantized directly: its spectrum is flat compared with inputs
+      and gradients, and a split of it gains less than the same multiply-adds spent on their rank.
+      If `decompose` names "weight", it is split whenever it is quantized. Trained factors
+      (`split_weight=True`) are a different parametrization, with a different optimum.
+    - Output gradients have a quarter of the inputs' rank: of the two, only inputs affect the loss,
+      and a gradient's error comes mostly from the forward pass. So the same multiply-adds do more
+      for inputs.
+    - Directions come from sums of rows with random signs: sampled rows miss directions in which few
+      tokens are large, and find fewer of the others.
+    - The rounding error of weights (fprop, dgrad) is added back along the dominant directions of
+      inputs and output gradients, in FP4, as k more channels of the same GEMM (`corrections` has
+      the equations): the error that remains meets only the residual of the other operand. If the
+      weight is split, the rounding error of inputs is added back along its directions. The rounding
+      error of output gradients is unbiased, so it is not added back.
+    - Forward tensors are rounded to nearest, gradients stochastically with scales rounded up, so
+      that they stay unbiased. Each block of a forward tensor has the best of six scales.
+    - In contraction mode each GEMM has its own copies, in blocks along its contraction dimension,
+      of the weight too: 16x16 tiles, which fprop and dgrad could share, round more coarsely.
     """
     forward, backward = nearest_forward(config)
     if forward.fmt == NVFP4:
         forward = replace(forward, scale_rule=ScaleRule.SEARCH)
     split = replace(spectral(config, rank, compensated=True), rows=_ROWS, summed=True)
     of_gradients = replace(split, rank=gradient_rank(config, rank, _GRADIENT_SHARE))
-    # All rows: they are few beside the tokens. The sketch changes with the weight, step by step and
-    # process by process, and rounding errors with it: they average out.
+    # All rows: a weight has few, compared with the tokens. The sketch, and so the rounding error,
+    # differs between steps and processes: errors average out.
     split_weight = replace(split, sample_frac=1.0)
 
     tensors = config.decompose
     if tensors is None:
         tensors = SPLIT
-    if config.split_weight is True:  # stored factors are a split, whatever else is
+    if config.split_weight is True:  # stored factors are a split of the weight
         tensors = tuple({*tensors, "weight"})
 
     def operand(tensor: str, quantizer: Quantizer, conditioner: Conditioner) -> Operand:

@@ -25,7 +25,7 @@ from metis_hf.schemes.parts import (
     rank_multiple=1,
 )
 def metis_paper(config: MetisConfig, rank: int) -> Scheme:
-    """Return the paper's equations as written: residual = tensor - exact low-rank part, scales up.
+    """Follow the paper's equations: residual = tensor - exact low-rank part, scales rounded up.
 
     Tensors that `config.decompose` does not name are quantized directly; without "weight" the
     weight is one dense matrix.

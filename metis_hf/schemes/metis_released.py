@@ -1,4 +1,4 @@
-"""The code that the authors of Metis published: FP4 layers, each with a trained exact branch."""
+"""The published code of the authors of Metis: FP4 layers, each with a trained exact branch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SOURCE = "github.com/sii-research/Metis"
 
 
 def _released(config: MetisConfig, rank: int, input: Conditioner, dy: Conditioner) -> Scheme:
-    """Leave out the parts that `decompose` does not name: the branch is the weight's."""
+    """Return the scheme without the parts that `decompose` omits; "weight" means the branch."""
     tensors = DECOMPOSABLE if config.decompose is None else config.decompose
     scheme = three_operands(
         config,
@@ -42,18 +42,18 @@ def _released(config: MetisConfig, rank: int, input: Conditioner, dy: Conditione
     rank_multiple=BRANCH_MULTIPLE,
 )
 def metis_released(config: MetisConfig, rank: int) -> Scheme:
-    """Take y = s (x vh^T) u^T + x_hat Q(residual)^T, as the authors' `BitLinear` computes it.
+    """Compute y = s (x vh^T) u^T + x_hat Q(residual)^T, as the authors' `BitLinear` computes it.
 
     The weight is split once, at conversion. The factors are plain layers that read the unquantized
-    input and train in high precision, and so is every gradient that passes through them: this part
-    of the step is not four bits. Inputs and output gradients are split as in `metis-paper`, but
-    from all rows; inputs and residual round to nearest, output gradients stochastically. The rank
-    is 16, and 64 at width 4,096, as in their scripts.
+    input. They train in high precision, as do gradients through them: this part of the step is not
+    four bits. Inputs and output gradients are split as in `metis-paper`, but from all rows; inputs
+    and residual round to nearest, output gradients stochastically. The rank is 16, and 64 at width
+    4,096, as in the authors' scripts.
 
-    In theirs (commit 8e567ba) block scales stay in fp32, the split is U U^T X where here it is
-    X V V^T, and subspaces are kept and refined by power steps (`subspace_interval`,
-    `subspace_refinements`). Fair controls have the same branch:
-    `high_precision=["forward", "backward"]`, and other schemes with `split_weight="side-branch"`.
+    The authors' code (commit 8e567ba) differs: block scales stay in fp32, the split is U U^T X,
+    here X V V^T, and subspaces are kept and refined by power steps (here by `subspace_interval`
+    and `subspace_refinements`). Fair controls have the same branch: this scheme with
+    `high_precision=["forward", "backward"]`, and others with `split_weight="side-branch"`.
     """
     split = replace(spectral(config, rank, compensated=False), sample_frac=1.0)
     return _released(config, rank, split, replace(split, rank=gradient_rank(config, rank)))
@@ -66,6 +66,6 @@ def metis_released(config: MetisConfig, rank: int) -> Scheme:
     rank_multiple=BRANCH_MULTIPLE,
 )
 def mean_released(config: MetisConfig, rank: int) -> Scheme:
-    """Take x_hat = 1 mu^T + Q(x - 1 mu^T) with an exact mean, and dy likewise; see `averis`."""
+    """Compute x_hat = 1 mu^T + Q(x - 1 mu^T) with an exact mean, and dy_hat too; see `averis`."""
     mean = MeanRemoved(exact=True)
     return _released(config, rank, mean, mean)

@@ -18,11 +18,11 @@ from metis_hf.schemes.parts import (
     source="OCP Microscaling Formats (MX) v1.0",
 )
 def mxfp4(config: MetisConfig, rank: int) -> Scheme:
-    """Round every operand to MXFP4. There is no tensor scale: `two_level` changes nothing.
+    """Quantize every operand to MXFP4, which has no tensor scale: `two_level` has no effect.
 
-    The specification rounds scales down to a power of two, which lets magnitudes up to 8 meet a
-    largest code of 6. So it is in the forward pass; gradients have scales rounded up, where nothing
-    clips, else stochastic rounding would be biased.
+    The specification rounds scales down to a power of two, so that magnitudes of up to 8 clip to
+    the largest code, 6. The forward pass does the same. Gradients have scales rounded up, so that
+    nothing clips: clipping would bias stochastic rounding.
     """
     forward = quantizer(config, rounding="nearest", scale_rounding="floor", fmt=MXFP4)
     backward = quantizer(

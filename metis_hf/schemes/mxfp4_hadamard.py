@@ -20,11 +20,11 @@ from metis_hf.schemes.parts import (
     source="arXiv 2605.09825; ROCm TransformerEngine MXFP4BlockScaling with its Hadamard",
 )
 def mxfp4_hadamard(config: MetisConfig, rank: int) -> Scheme:
-    """Rotate and round to nearest each GEMM's operands, 1x32 along what it contracts.
+    """Rotate each GEMM's operands, and round to nearest in 1x32 blocks along its contraction.
 
     Every copy is made from the high-precision tensor.
-    The rotation is Sylvester's matrix of 16 over 4, two of them in a block. Scales are powers of
-    two by the rule "even" of the vendor's kernel: amax comes to between 3.5 and 7 of them.
+    The rotation is Sylvester's 16x16 matrix / 4, twice in each block. Scales are powers of two by
+    the rule "even" of the vendor's kernel: amax is between 3.5 and 7 times the scale.
 
     Raises:
         ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.

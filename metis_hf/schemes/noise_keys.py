@@ -9,7 +9,7 @@ from metis_hf.noise import Key, fingerprint, fingerprints
 from metis_hf.numerics.kernels.scratch import Scratch
 from metis_hf.schemes.roles import Role
 
-_COORDINATES = 32  # and the role: folded into a correction's key, as 16 and the role for operands
+_COORDINATES = 32  # plus the role, folded into keys of corrections; operands use 16 plus the role
 
 
 def process_rank() -> int:
@@ -20,24 +20,24 @@ def process_rank() -> int:
 class CallKeys:
     """Noise keys of one forward call and its backward: role -> key.
 
-    Weights: (layer key, role, weight). Gradients: also the input. Activations: (input key, role,
-    input), so that layers that read one tensor quantize it alike, as one wide GEMM would; what is
-    quantized of it along directions of the weight: as gradients. Equal tensors give equal noise,
-    so a recomputed forward pass repeats the original exactly.
+    A weight's key depends on (layer key, role, weight), a gradient's key also on the input. An
+    activation's key depends on (input key, role, input), so that layers that read the same tensor
+    quantize it identically, as one wide GEMM would. Corrections have keys like gradients. Equal
+    tensors give equal noise, so a recomputed forward pass repeats the original exactly.
 
-    A weight that is not trained is the same in each step: what is quantized of it for backward
-    alone then depends on the input, too, or the same error would be in all gradients.
+    A frozen weight is the same in every step. The key of its copy for backward therefore also
+    depends on the input; otherwise all gradients would contain the same error.
 
     Args:
         layer_key: of config seed, layer name and process rank.
         x: the input of the call.
         weight: the stored weight (the residual of a split one).
-        input_key: of config seed and process rank; None: activations have noise of this layer.
-        rank: of the process, by which the data differs as well; see `RandomHadamard`.
+        input_key: of config seed and process rank; None: activations use `layer_key`.
+        rank: of the process, on which the data of the keys also depends; see `RandomHadamard`.
         trains: whether the weight changes from step to step.
 
     Attributes:
-        mark: of this state of the weight, the same on all processes.
+        mark: fingerprint of the weight, the same on all processes.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CallKeys:
 
     @property
     def scratch(self) -> Scratch | None:
-        """Return the scratch memory of the call, where kernels have some."""
+        """Return the scratch memory that kernels have for the call, if any."""
         return self.call_key.scratch
 
     def __getitem__(self, role: Role) -> Key:
@@ -83,14 +83,14 @@ class CallKeys:
     def of_correction(self, role: Role) -> Key:
         """Return the key of the coordinates that correct the operand at `role`.
 
-        It depends on this layer's weight: other layers that read the same input have coordinates
-        of their own.
+        It depends on this layer's weight, because layers that read the same input have different
+        coordinates.
         """
         return self.call_key.fold(_COORDINATES + role)
 
 
 def _of_rank(data: Tensor, rank: int) -> Tensor:
-    """Return a fingerprint, 0-dim int32, that differs between processes; of rank 0 as it is."""
+    """Make a fingerprint, 0-dim int32, differ between processes; rank 0 keeps it unchanged."""
     return data + _added(rank) if rank else data
 
 

@@ -17,5 +17,5 @@ from metis_hf.schemes.parts import (
     source="arXiv 2509.00404, section 4 and appendix",
 )
 def nvfp4(config: MetisConfig, rank: int) -> Scheme:
-    """Return every operand straight to NVFP4; block scales rounded up, as the paper says."""
+    """Quantize every operand directly to NVFP4, with block scales rounded up, as the paper says."""
     return three_operands(config, stochastic_everywhere(config))

@@ -17,9 +17,9 @@ from metis_hf.schemes.parts import (
     source="arXiv 2505.19115 (FP4 All the Way)",
 )
 def nvfp4_rne(config: MetisConfig, rank: int) -> Scheme:
-    """Return every operand straight to NVFP4; only gradients are rounded stochastically.
+    """Quantize every operand directly to NVFP4; only gradients are rounded stochastically.
 
-    Open in the paper and chosen here: block scales to nearest in the forward pass, up for
-    gradients, so that these are unbiased; the input of wgrad is rounded as in fprop.
+    The paper leaves two choices open. Here, block scales are rounded to nearest in the forward pass
+    and up for gradients, so that gradients are unbiased; the input of wgrad is rounded as in fprop.
     """
     return three_operands(config, nearest_forward(config))

@@ -1,4 +1,4 @@
-"""NVIDIA's recipe as the authors of Metis rebuilt it to compare with."""
+"""NVIDIA's recipe as the authors of Metis rebuilt it for comparison."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def nvidia_paper(config: MetisConfig, rank: int) -> Scheme:
 
     The paper says "a random Hadamard transform alongside SR", with SR in all its experiments. Its
     code rotates the features of input, weight and output gradient by one wide Hadamard matrix, and
-    uses each quantized tensor, rotated back, in all its GEMMs. That matrix has no random signs
-    and 4096 columns whatever the width; here it has signs, as the paper says, and the width's own
-    size.
+    uses each quantized tensor, rotated back, in all its GEMMs. That matrix has no random signs and
+    4096 columns for any width; here it has signs, as the paper says, and as many columns as the
+    tensor.
     """
     rotation = FullHadamard(seed=key_of("hadamard", config.seed).static)
     return rotated_scheme(config, stochastic_everywhere(config), rotation)

@@ -1,4 +1,4 @@
-"""NVIDIA's recipe as Quartet II's code compares itself with it: gradients without clipping."""
+"""NVIDIA's recipe as a baseline of Quartet II's code: gradients without clipping."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _SOURCE = "github.com/IST-DASLab/Quartet-II, its scheme Nvidia"
 def nvidia_unbiased(config: MetisConfig, rank: int) -> Scheme:
     """Return `nvidia` with output gradients that stochastic rounding leaves unbiased.
 
-    A block's largest magnitude comes to 6 * 16/17 before its scale is rounded to the nearest E4M3
-    number, which takes 1/17 off it at most where that number is normal: no element is beyond 6
-    then. The input of wgrad is
-    quantized from the input itself, rotated, as in `nvidia`.
+    A block's amax is scaled to 6 * 16/17 before its scale is rounded to the nearest E4M3 number.
+    Rounding reduces a normal scale by at most 1/17, so no element exceeds 6. The input of wgrad is
+    quantized from the rotated high-precision input, as in `nvidia`.
 
     Raises:
         ValueError: `operand_mode="shared"`, as `nvidia`.

@@ -21,16 +21,16 @@ from metis_hf.schemes.parts import (
     source="arXiv 2501.17116 (FP4 training, OCC and DGE)",
 )
 def occ(config: MetisConfig, rank: int) -> Scheme:
-    """Return inputs: `conditioners.clamped.Clamped`; weights: `DifferentiableEstimator`.
+    """Condition inputs with `Clamped` and weights with `DifferentiableEstimator`.
 
-    The paper's alpha = .99, k = 5 and cap of 3. Its FP4 has one scale per token and per output
-    channel; here it is NVFP4, as in every scheme. Its sparse product is in FP8 or FP16; here the
-    sparse part is in BF16. It gives no quantizer for the gradient of the output, although its cost
-    model counts backward GEMMs as FP4 ones: here that is rounded stochastically, without clamping.
-    Gradients of weights are multiplied by the estimator's slope, 0.6 on average.
+    alpha = .99, k = 5 and the cap of 3 are the paper's. The paper's FP4 has one scale per token and
+    per output channel; here it is NVFP4 by default. The paper's sparse product is in FP8 or FP16;
+    here the sparse part is in BF16. The paper gives no quantizer for output gradients, although its
+    cost model counts backward GEMMs as FP4 ones: here they are rounded stochastically, without
+    clamping. Gradients of weights are multiplied by the estimator's slope, 0.6 on average.
 
     Raises:
-        ValueError: a format whose blocks have one of two grids, or whose grid a codebook gives.
+        ValueError: the format is mixed or has a codebook.
     """
     quantizers = nearest_forward(config)
     fmt = quantizers[0].fmt

@@ -20,12 +20,12 @@ from metis_hf.schemes.parts import (
     source="arXiv 2308.13137, learnable weight clipping",
 )
 def omniquant(config: MetisConfig, rank: int) -> Scheme:
-    """Return weights clipped to a trained share of their block's largest; see `ClippedWeight`.
+    """Clip weights to a trained share of their block's amax; see `ClippedWeight`.
 
-    Its authors train the strengths alone, block by block, on a finished model for inference. Here
-    they are parameters of the model and train with its weights. Of the paper's two parts this is
-    the first; the second, trained scales per channel, is what "smoothquant" computes. Nearest
-    rounding forward, stochastic backward.
+    The authors train the clipping strengths alone, block by block, on a finished model for
+    inference. Here the strengths are parameters of the model and train with its weights. This is
+    the first of the paper's two parts; the second trains scales per channel, which "smoothquant"
+    computes. Nearest rounding forward, stochastic backward.
     """
     quantizers = nearest_forward(config)
     fmt = quantizers[0].fmt

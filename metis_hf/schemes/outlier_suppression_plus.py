@@ -1,4 +1,4 @@
-"""Outlier Suppression+: channels shifted to their centre, and scaled where they are wide."""
+"""Outlier Suppression+: channels shifted to their center, and scaled where they are wide."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from metis_hf.schemes.smoothquant import smoothquant
     source="arXiv 2304.09145",
 )
 def outlier_suppression_plus(config: MetisConfig, rank: int) -> Scheme:
-    """Return x_hat = s Q((x - z) / s) + z and w_hat = Q(w s) / s, from running minima and maxima.
+    """Use x_hat = s Q((x - z) / s) + z and w_hat = Q(w s) / s, from running minima and maxima.
 
-    z's part of the product, z @ w_hat^T, is the bias that the paper adds to the layer; here it
-    goes through the quantized weight. Its authors quantize trained models for inference and search
-    the threshold of s; see `Shifting` for what stands in for the search. Roundings as in
-    "smoothquant".
+    The term z @ w_hat^T of the product is the bias that the paper adds to the layer; here it has
+    the quantized weight. The authors quantize trained models for inference and search the threshold
+    of s; `Shifting` computes one instead. Roundings are as in "smoothquant".
     """
     return replace(smoothquant(config, rank), state=Shifting())

@@ -1,4 +1,4 @@
-"""Parts of a scheme: everything that the author of one imports is here.
+"""Parts of a scheme: everything that the author of a scheme imports.
 
 A scheme is a function (config, rank) -> `Scheme`, registered by name:
 
@@ -16,16 +16,17 @@ A scheme is a function (config, rank) -> `Scheme`, registered by name:
         )
         return in_mode(scheme, config.operand_mode or "shared")
 
-- Quantizers: `quantizer`, which honours what the config overrides, the format included, and the
-  usual pairs `nearest_forward` and `stochastic_everywhere`.
-- Operands: `Operand` is a quantizer and a conditioner; `spectral` makes the dynamic split. A
-  conditioner of one's own subclasses `AroundQuantizer` or `Conditioner`.
-- Modes: `in_mode`, `with_own_copies` and `rotated_scheme` say which copy each GEMM takes,
-  `refuse_shared` that there is one mode only. `three_operands` makes the usual scheme in one call.
+- Quantizers: `quantizer` applies the overrides of the config, including the format;
+  `nearest_forward` and `stochastic_everywhere` make the usual pairs.
+- Operands: `Operand` is a quantizer and a conditioner; `spectral` makes the dynamic split. Your own
+  conditioner subclasses `AroundQuantizer` or `Conditioner`.
+- Modes: `in_mode`, `with_own_copies` and `rotated_scheme` decide which copy each GEMM takes;
+  `refuse_shared` is for schemes with one mode only. `three_operands` makes the usual scheme in one
+  call.
 - Weights: `DenseWeight`, `ClippedWeight` and `SplitWeight` say how the weight is stored.
-- States: a `LayerState` keeps something of a layer from step to step.
+- States: a `LayerState` keeps data of a layer over steps.
 
-The file is found by `metis_hf.schemes.import_schemes`, by `--import` on the command line, or, in an
+Load the file by `metis_hf.schemes.import_schemes`, by `--import` on the command line, or, in an
 installed package, by an entry point of the group `metis_hf.schemes` that names its module.
 """
 
@@ -167,15 +168,15 @@ def quantizer(
     """Return a quantizer with the scheme's choices, unless the config overrides them.
 
     Args:
-        config: of the layer; its `format`, roundings and `two_level` count.
+        config: of the layer; its `format`, roundings and `two_level` apply.
         rounding: of elements.
-        scale_rounding: of block scales. Another format that the config chooses may not have it:
-            E8M0 scales round down or up, fp32 ones to nearest. It then takes its own default.
-        backward: whether the tensor is a gradient: its rounding is `config.backward_rounding`.
+        scale_rounding: of block scales. If the config's format does not support it, as E8M0 scales
+            do not round to nearest, that format's default applies.
+        backward: whether the tensor is a gradient, to which `config.backward_rounding` applies.
         fmt: the scheme's format.
 
     Raises:
-        ValueError: no such format, or one that lacks the scale rounding that the config asks for.
+        ValueError: the format does not exist, or does not support `config.scale_rounding`.
     """
     override = config.backward_rounding if backward else config.forward_rounding
     own, fmt = fmt, get_format(config.format or fmt)
@@ -192,8 +193,8 @@ def quantizer(
 def nearest_forward(config: MetisConfig) -> tuple[Quantizer, Quantizer]:
     """Return (forward, backward): nearest elements and scales, then unbiased gradients.
 
-    What the schemes have whose papers leave FP4's roundings open. Gradients are rounded
-    stochastically with scales rounded up, so that nothing clips and no bias is left.
+    For schemes whose papers leave FP4's roundings open. Gradients are rounded stochastically with
+    scales rounded up, so that nothing clips and rounding is unbiased.
     """
     forward = quantizer(config, rounding="nearest", scale_rounding="nearest")
     return forward, quantizer(config, rounding="stochastic", scale_rounding="up", backward=True)
@@ -206,7 +207,7 @@ def stochastic_everywhere(config: MetisConfig) -> tuple[Quantizer, Quantizer]:
 
 
 def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
-    """Return the dynamic split of activations; gradients have `gradient_rank`."""
+    """Return the dynamic split of activations; for gradients, pass `gradient_rank`."""
     return Spectral(
         rank=rank,
         sample_frac=config.sample_frac,
@@ -216,12 +217,12 @@ def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
 
 
 def gradient_rank(config: MetisConfig, rank: int, share: float = 1.0) -> int:
-    """Return the directions of output gradients: a share of the rank, rounded up.
+    """Return the rank of output gradients: a share of the layer's rank, rounded up.
 
     Args:
-        config: of the layer; its `gradient_rank_frac` counts.
-        rank: directions of the layer's other splits.
-        share: the scheme's own, unless the config says.
+        config: of the layer; its `gradient_rank_frac` overrides `share`.
+        rank: of the layer's other splits.
+        share: the scheme's default.
     """
     if config.gradient_rank_frac is not None:
         share = config.gradient_rank_frac
@@ -231,9 +232,9 @@ def gradient_rank(config: MetisConfig, rank: int, share: float = 1.0) -> int:
 def in_mode(scheme: Scheme, mode: str) -> Scheme:
     """Return a scheme with three operands, in one of the operand modes.
 
-    "shared" leaves it as it is: one copy of each tensor for all its GEMMs. "contraction" gives
-    each GEMM its own copy, blocked along its contraction dimension, and square tiles to the
-    weight, whose blocks are then the same for fprop and dgrad.
+    "shared" does not change it: one copy of each tensor serves all its GEMMs. "contraction" gives
+    each GEMM its own copy, in blocks along its contraction dimension; the weight gets square tiles,
+    which are the same for fprop and dgrad.
     """
     if mode == "shared":
         return scheme
@@ -256,14 +257,14 @@ def three_operands(
     weight: Conditioner = IDENTITY,
     grad_output: Conditioner = IDENTITY,
 ) -> Scheme:
-    """Return a scheme in the operand mode that the config asks for, else "shared"; see `in_mode`.
+    """Return a scheme in the operand mode of the config, by default "shared"; see `in_mode`.
 
     Args:
-        config: of the layer; its `operand_mode` counts.
+        config: of the layer; its `operand_mode` applies.
         quantizers: of the forward and of the backward pass.
-        input: what conditions inputs.
-        weight: what conditions weights.
-        grad_output: what conditions output gradients.
+        input: conditioner of inputs.
+        weight: conditioner of weights.
+        grad_output: conditioner of output gradients.
     """
     forward, backward = quantizers
     scheme = Scheme(
@@ -275,7 +276,7 @@ def three_operands(
 
 
 def with_own_copies(scheme: Scheme, mode: str) -> Scheme:
-    """Return `in_mode` for weights too: in contraction mode dgrad quantizes a copy of its own."""
+    """Do as `in_mode`, but with a separate copy of the weight for dgrad, not square tiles."""
     if mode == "shared":
         return scheme
     return replace(
@@ -287,7 +288,7 @@ def with_own_copies(scheme: Scheme, mode: str) -> Scheme:
 
 
 def with_rule(scheme: Scheme, rule: ScaleRule, *names: str) -> Scheme:
-    """Return a scheme with another rule for the block scales of the operands of these names."""
+    """Return a scheme with another block scale rule for the operands of these names."""
     changes = {}
     for name in names:
         operand = getattr(scheme, name)
@@ -296,7 +297,7 @@ def with_rule(scheme: Scheme, rule: ScaleRule, *names: str) -> Scheme:
 
 
 def refuse_shared(config: MetisConfig) -> None:
-    """Refuse shared mode for a scheme that is defined by the copies of its GEMMs.
+    """Refuse shared mode for a scheme that is defined by its per-GEMM copies.
 
     Raises:
         ValueError: `operand_mode="shared"`.
@@ -311,11 +312,11 @@ def refuse_shared(config: MetisConfig) -> None:
 def rotated_scheme(
     config: MetisConfig, quantizers: tuple[Quantizer, Quantizer], rotation: Conditioner
 ) -> Scheme:
-    """Rotate both operands of a GEMM along the dimension that it contracts.
+    """Return a scheme that rotates all operands, in the operand mode of the config.
 
     "shared" rotates the features of all three tensors. "contraction" gives every GEMM its own
-    copies, rotated and blocked along its contraction dimension, of the weight too: there the
-    rotations cancel, and the product is one of FP4 matrices.
+    copies, including the weight's, rotated and in blocks along its contraction dimension: the
+    rotations cancel, and the GEMM multiplies FP4 matrices.
     """
     forward, backward = quantizers
     scheme = Scheme(

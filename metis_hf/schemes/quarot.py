@@ -21,10 +21,10 @@ from metis_hf.schemes.parts import (
 def quarot(config: MetisConfig, rank: int) -> Scheme:
     """Rotate both operands along the contraction dimension, then quantize to NVFP4.
 
-    Meant for inference: QuaRot folds rotations into a trained model's weights where that is exact.
-    In training the weights stay as they are and the rotation is applied at each use, which gives
-    the same quantized products. Gradients, which QuaRot does not have, are treated alike and
-    rounded stochastically. Its clipping ratios and GPTQ need calibration and are left out.
+    QuaRot is meant for inference, and folds rotations into a trained model's weights where that is
+    exact. In training, weights stay unrotated and each use rotates them, which gives the same
+    quantized products. QuaRot has no gradients; here they are rotated too, and rounded
+    stochastically. Its clipping ratios and GPTQ need calibration and are left out.
     """
     rotation = FullHadamard(seed=key_of("hadamard", config.seed).static)
     return rotated_scheme(config, nearest_forward(config), rotation)

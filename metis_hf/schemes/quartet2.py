@@ -27,7 +27,7 @@ from metis_hf.schemes.parts import (
 
 @dataclass(frozen=True)
 class SharedSigns(LayerState):
-    """Tells a call's gradients which signs their partners in the two GEMMs have; keeps nothing."""
+    """Tells a call's gradients the signs of their partners in dgrad and wgrad; has no buffers."""
 
     def freeze(
         self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
@@ -55,13 +55,13 @@ def quartet2(config: MetisConfig, rank: int) -> Scheme:
     | wgrad | grad_output | dy   | along tokens | random | nearest  | MS-EDEN     |
     | wgrad | input       | Q(x) | along tokens | random | nearest  | MS-EDEN     |
 
-    Q is the nearest copy, as in fprop, so that the gradient belongs to the quantized network.
+    Q rounds to nearest, as in fprop, so that the gradient is the gradient of the quantized network.
     MS-EDEN is algorithm 1 of the paper: groups of 128 rotated by Hadamard's matrix with fresh
     signs, amax scaled to 6.07, nearest elements, one correction factor for each block of 16 in its
     scale, which is rounded stochastically (the released code has one for each group of 128). Both
-    operands of a GEMM have the same signs: in dgrad a function of the weight, in wgrad of the
-    input. So the signs of dgrad are the same in all micro-batches of a step, except for a weight
-    that is not trained: its signs depend on the input too. Processes have signs of their own.
+    operands of a GEMM have the same signs, which depend on the weight in dgrad and on the input in
+    wgrad. The signs of dgrad are therefore the same in all micro-batches of a step, except for a
+    frozen weight, whose signs also depend on the input. Each process has its own signs.
 
     Raises:
         ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.

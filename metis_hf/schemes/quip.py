@@ -21,10 +21,10 @@ from metis_hf.schemes.parts import (
 def quip(config: MetisConfig, rank: int) -> Scheme:
     """Multiply both operands by (P_1 x P_2) and a permutation along the contraction dimension.
 
-    Meant for inference, and for weights alone, rotated from both sides; only the side that the GEMM
-    contracts has to be, since the other does not meet the second operand. Inputs and gradients get
-    the same rotation, so that it cancels. LDLQ rounding and the rescaling of channels need the
-    Hessian of calibration data and are left out; rounding is as in `quarot`.
+    QuIP is meant for inference, and rotates weights alone, from both sides. Here only the side that
+    the GEMM contracts is rotated, since the other side does not meet the second operand. Inputs and
+    gradients get the same rotation, so that it cancels. LDLQ rounding and the rescaling of channels
+    need the Hessian of calibration data and are left out; rounding is as in `quarot`.
     """
     rotation = RandomKronecker(seed=key_of("kronecker", config.seed).static)
     return rotated_scheme(config, nearest_forward(config), rotation)

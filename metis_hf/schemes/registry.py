@@ -1,8 +1,8 @@
 """The registered schemes by name, and the scheme of one layer.
 
-Tests, command-line choices and tables read the registry. The schemes of this package are there once
-`metis_hf.schemes` is imported, other packages' when a look-up needs them: each entry
-point of the group `metis_hf.schemes` names a module whose import registers schemes.
+Tests, command-line choices and tables read the registry. Importing `metis_hf.schemes` registers the
+schemes of this package. Schemes of other packages are imported when a lookup needs them: each entry
+point of the group `metis_hf.schemes` names a module that registers schemes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Builder = Callable[[MetisConfig, int], Scheme]
 CONTROL = "bf16"  # the scheme that quantizes nothing
 RANK_MULTIPLE = 32  # of stored factors: two blocks
 BRANCH_MULTIPLE = 16  # of a side branch, as the authors of Metis train it
-ENTRY_POINTS = "metis_hf.schemes"  # the group of installed packages' schemes
+ENTRY_POINTS = "metis_hf.schemes"  # the entry point group of installed packages
 
 
 @dataclass(frozen=True)
 class SchemeInfo:
-    """A registered scheme: what `register_scheme` was told, and the function that it was given."""
+    """A registered scheme: the arguments of `register_scheme` and the decorated function."""
 
     name: str
     summary: str
@@ -45,11 +45,11 @@ class SchemeInfo:
         return getattr(self.builder, "__module__", None) or "an unknown module"
 
     def build(self, config: MetisConfig, rank: int) -> Scheme:
-        """Return the scheme of layers whose splits keep `rank` directions.
+        """Return the scheme of layers of this rank.
 
         Raises:
-            ValueError: the scheme does not take what the config asks for.
-            TypeError: its function returns something else than a scheme.
+            ValueError: the scheme does not support an option of the config.
+            TypeError: the scheme's function does not return a `Scheme`.
         """
         if config.format is None:
             return self._built(config, rank)
@@ -68,7 +68,7 @@ class SchemeInfo:
             raise ValueError(f"{refused} as it is configured: {error}") from error
 
     def _builds_in_its_own_format(self, config: MetisConfig, rank: int) -> bool:
-        """Return whether the scheme takes all of the config but its format."""
+        """Return whether the scheme supports the config once its format is unset."""
         try:
             self._built(config.replace(format=None), rank)
         except ValueError:
@@ -102,14 +102,14 @@ def register_scheme(
     """Register a function (config, rank) -> Scheme under `name`.
 
     Args:
-        name: what `MetisConfig.scheme` says.
+        name: the value of `MetisConfig.scheme`.
         summary: one line for tables.
         source: arXiv id, specification or code base.
-        rank_multiple: what the rank is rounded up to unless the config says; None for schemes
-            that split nothing of their own.
-        least_rank: the lowest rank from a share, unless the config has a multiple of its own or
-            stores weights split.
-        formats: names of the number formats that `MetisConfig.format` may choose for it; None: any.
+        rank_multiple: the rank is rounded up to a multiple of this, unless the config has its own;
+            None for schemes that split nothing by default.
+        least_rank: the lowest rank from `rank_frac`, unless the config has a `rank_multiple` or
+            `split_weight=True`.
+        formats: names of the number formats that `MetisConfig.format` may select; None: any.
 
     Raises:
         ValueError: the name is taken.
@@ -135,7 +135,7 @@ def scheme_names() -> list[str]:
 
 
 def scheme_info(name: str) -> SchemeInfo:
-    """Look a scheme up.
+    """Look up a scheme by name.
 
     Raises:
         ValueError: not registered; the message lists the names and the nearest one, and the
@@ -155,9 +155,9 @@ def scheme_info(name: str) -> SchemeInfo:
 
 
 def _find_installed() -> list[str]:
-    """Import the modules that installed packages name; return why schemes of some are missing.
+    """Import the modules that installed packages name; return reasons of failed imports.
 
-    A module that cannot be imported is a warning, not an error: nobody may have asked for it.
+    A failed import is a warning, not an error, since nobody may need its schemes.
     """
     installed = entry_points(group=ENTRY_POINTS)
     for entry in installed:
@@ -180,9 +180,9 @@ def _find_installed() -> list[str]:
 
 @contextmanager
 def all_or_nothing() -> Iterator[None]:
-    """Take out what is registered inside if that fails, so that a repaired source can be imported.
+    """Unregister the schemes that the block registers if it fails, so that it can be repeated.
 
-    Formats stay, and others may take their names.
+    Formats stay registered, but may be redefined.
     """
     schemes, formats = set(SCHEMES), set(FORMATS)
     try:
@@ -194,36 +194,36 @@ def all_or_nothing() -> Iterator[None]:
 
 
 def forget_since(before: set[str]) -> None:
-    """Take out the schemes that an import has registered, so that it can be repeated.
+    """Unregister the schemes that an import registered, so that it can be repeated.
 
     Args:
-        before: the names that were registered when it began.
+        before: the names that were registered before the import.
     """
     for name in set(SCHEMES) - before:
-        # Its module, too: Python runs a module that it still has no second time.
+        # Also forget the module, which Python would not run again otherwise.
         sys.modules.pop(SCHEMES.pop(name).module, None)
 
 
 def kept_directions(config: MetisConfig, in_features: int, out_features: int) -> int:
-    """Return rank, or rank_frac of a layer's smaller side, rounded up; before rank_multiple."""
+    """Return `rank`, or `rank_frac` of the layer's smaller side, before `rank_multiple`."""
     if config.rank is not None:
         return config.rank
     return share_of(config.rank_frac, min(in_features, out_features))
 
 
 def share_of(share: float, directions: int) -> int:
-    """Return a share of some directions, rounded up; at least one."""
+    """Return a share of a number of directions, rounded up, at least 1."""
     scaled = round(share * directions * 1e6)
-    return max(1, -(-scaled // 10**6))  # ceil, immune to 0.1 * 30 > 3; a tiny share is one too
+    return max(1, -(-scaled // 10**6))  # ceil that tolerates 0.1 * 30 > 3
 
 
 def most_directions(in_features: int, out_features: int) -> int:
-    """Return the highest rank to ask for: half a layer's smaller side. Schemes may have a floor."""
+    """Return the highest useful rank: half the layer's smaller side. Schemes may have a minimum."""
     return (min(in_features, out_features) + 1) // 2
 
 
 def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
-    """Return k of a layer: an absolute rank, or a share rounded up; at most the smaller side."""
+    """Return the rank of a layer: absolute, or a share rounded up; at most the smaller side."""
     smaller = min(in_features, out_features)
     kept = kept_directions(config, in_features, out_features)
     if config.rank is not None:
@@ -235,17 +235,18 @@ def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
         if config.split_weight == "side-branch":
             multiple = multiple or BRANCH_MULTIPLE
         elif config.split_weight and (multiple is None or least > 1):
-            # Of stored factors, so that any scheme can take them over from any other.
+            # The same for stored factors of all schemes, so that they can be exchanged.
             multiple, least = RANK_MULTIPLE, 1
         kept, multiple = max(kept, least), multiple or 1
     return min(smaller, -(-kept // multiple) * multiple)
 
 
 def build_scheme(config: MetisConfig, in_features: int, out_features: int) -> Scheme:
-    """Return the scheme of one layer, with the form and the rank in which its weight is stored.
+    """Return the scheme of one layer, with its rank and the form of its weight.
 
     Raises:
-        ValueError: no such scheme or format, or the scheme does not take what the config asks for.
+        ValueError: the scheme or format does not exist, or the scheme does not support an option of
+            the config.
     """
     rank = layer_rank(config, in_features, out_features)
     scheme = scheme_info(config.scheme).build(config, rank)

@@ -21,9 +21,9 @@ from metis_hf.schemes.parts import (
     source="arXiv 2211.10438",
 )
 def smoothquant(config: MetisConfig, rank: int) -> Scheme:
-    """Return x_hat = s Q(x / s) and w_hat = Q(w s) / s, s from running activation maxima.
+    """Compute x_hat = s Q(x / s) and w_hat = Q(w s) / s, with s from running activation maxima.
 
-    Its authors quantize trained models for inference, to INT8. Run here as a training-time
+    The authors quantize trained models to INT8 for inference. Here it is a training-time
     conditioner of NVFP4: nearest rounding forward, stochastic backward, gradients quantized
     directly; the maxima come from `RunningRange`, alpha is 1/2.
     """

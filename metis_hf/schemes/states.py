@@ -1,8 +1,8 @@
-"""States that schemes keep of a layer from step to step: the base class, and two of them.
+"""Per-layer states that schemes keep over steps: the base class, and two of them.
 
-Scales of whole tensors that calibration fixes, and the paths of weights that oscillate; running
-ranges of input channels are in `channel_ranges`. A scheme names its state; layers hold the buffers,
-and call the hooks.
+`StaticScales` holds tensor scales that calibration fixes, `Oscillation` the paths of oscillating
+weights; `channel_ranges` has running ranges of input channels, `subspaces` kept subspaces. A scheme
+names its state; layers hold the buffers and call the hooks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from metis_hf.schemes.noise_keys import CallKeys
 
 
 class StatefulLayer(Protocol):
-    """A layer between two optimizer steps, as the hooks of its state see it."""
+    """A layer as the hooks of its state see it, between two optimizer steps."""
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
@@ -39,29 +39,30 @@ class StatefulLayer(Protocol):
         """Return a matrix [o i] as the forward pass quantizes the weight in evaluation, fp32."""
 
     def write(self, weight: Tensor) -> None:
-        """Give the stored matrix another value [o i], the same on every process."""
+        """Overwrite the stored matrix [o i]; every process passes the same value."""
 
 
 class LayerState:
-    """A scheme's memory of a layer beside its weight, in buffers that are saved with the model.
+    """State that a scheme keeps for a layer besides the weight, in buffers saved with the model.
 
-    Every method has a default that does nothing; subclasses are frozen dataclasses, which hold
-    settings and no tensors. Layers whose states are equal are handled together.
+    Every method does nothing by default. Subclasses are frozen dataclasses, which hold settings and
+    no tensors; layers with equal states are handled together.
 
-    Every call of the layer takes `freeze`'s result into its plan, and the plan binds it to each
-    conditioner (`Conditioner.bind`): forward and backward see the same. A recomputed forward pass,
-    and further micro-batches of a step, must get what the first one got. So `update` may only add
-    up (idempotently) what later steps will use; it knows a new step by `mark`, which is equal as
-    long as the weight is. MetisCallback calls `synchronize` and then `after_step` when the
-    optimizer has made its step; a loop of one's own does that by `layer_states.after_step`.
+    Every call of the layer puts the result of `freeze` into its plan, and the plan binds it to each
+    conditioner (`Conditioner.bind`), so that forward and backward see the same state. A recomputed
+    forward pass, and further micro-batches of a step, must get the same result as the first call.
+    `update` may therefore only accumulate, idempotently, data for later steps. It recognizes a new
+    step by `mark`, which changes when the weight does. After each optimizer step MetisCallback
+    calls `synchronize` and then `after_step`; your own training loop calls
+    `layer_states.after_step`.
 
     Attributes:
-        writes_weights: what in `after_step` writes to weights, by its name for messages; engines
-            that train copies of the weights are then refused.
-        follows_frozen_weights: whether `update` is called where the layer's weight does not train.
-            Checkpoints of adapters have no buffers of the base.
-        can_be_recorded: whether a CUDA graph of a step may hold its calls; they then depend on the
-            host by `phase` alone.
+        writes_weights: name, for messages, of the method that writes to weights in `after_step`;
+            engines that train copies of the weights are then refused.
+        follows_frozen_weights: whether `update` also runs if the layer's weight does not train.
+            Checkpoints of adapters do not contain buffers of the base model.
+        can_be_recorded: whether a CUDA graph of a step may contain calls of the layer; they then
+            depend on the host through `phase` alone.
     """
 
     writes_weights: ClassVar[str] = ""
@@ -69,16 +70,16 @@ class LayerState:
     can_be_recorded: ClassVar[bool] = False
 
     def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
-        """Return the buffers by name, as they are before the first call."""
+        """Return the initial buffers by name."""
         return {}
 
     def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
-        """Take note of the input x [t i] of a call in training, in place, without host sync."""
+        """Update the buffers in place from the input x [t i] of a training call, no host sync."""
 
     def freeze(
         self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
     ) -> Any:
-        """Return the state for a call with input x [t i] and weight [o i]; None: nothing.
+        """Return the state for a call with input x [t i] and weight [o i]; None: no state.
 
         Args:
             buffers: of the state, by name.
@@ -91,47 +92,47 @@ class LayerState:
     def update_and_freeze(
         self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
     ) -> Any:
-        """Do `update` and then `freeze` for a call in training; override to read x only once."""
+        """Call `update`, then `freeze`, for a training call; override to read x only once."""
         self.update(buffers, x, keys.mark)
         return self.freeze(buffers, x, weight, keys)
 
     def phase(self, buffers: Mapping[str, Tensor]) -> Hashable:
-        """Return the host's part in what the next call does; see `can_be_recorded`."""
+        """Return the host's data that the next call depends on; see `can_be_recorded`."""
         return None
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
-        """Make the processes agree on the buffers of these layers; only where there are several.
+        """Make the processes, if there are several, agree on the buffers of these layers.
 
-        All processes call it together, with the same layers in the same order.
+        All processes must call it together, with the same layers in the same order.
         """
 
     def after_step(
         self, layers: Mapping[str, StatefulLayer], step: int, max_steps: int
     ) -> dict[str, dict[str, float]]:
-        """Do what has to be done between two optimizer steps. All processes call it together.
+        """Run between two optimizer steps, on all processes together.
 
         Args:
-            layers: those that keep this state, by name.
+            layers: the layers that have this state, by name.
             step: optimizer steps taken so far, the last one included.
             max_steps: of the whole training.
 
         Returns:
-            Figures for the log: name -> layer -> value; the log has their means.
+            Metrics: name -> layer -> value; the log has their means.
         """
         return {}
 
 
 @dataclass(frozen=True)
 class StaticScales(LayerState):
-    """The amax of input and weight that tensor scales are made of, fixed before deployment.
+    """The amax of input and weight for tensor scales, frozen before deployment.
 
-    Until they are frozen, a call takes the amax of its own input and weight, so that nothing is
-    clipped and a recomputed call does as the first one did. `input_amax` meanwhile follows the
-    largest of all inputs in training. `calibrate` and `freeze_scales` fix both; what lies beyond is
-    then clipped. NaN and infinity are left out. Three buffers of one number: `input_amax` and
-    `weight_amax`, 0 until there is one, and `scales_frozen`, 0 or 1.
+    Until the scales are frozen, a call uses the amax of its own input and weight, so that nothing
+    clips and a recomputed call repeats the first one. Meanwhile `input_amax` is the running maximum
+    over all training inputs. `calibrate` and `freeze_scales` freeze both; larger values then clip.
+    NaN and infinity are ignored. Three scalar buffers: `input_amax` and `weight_amax`, 0 until they
+    are known, and `scales_frozen`, 0 or 1.
 
-    Each process notes its own inputs; `synchronize` takes the largest of all processes.
+    Each process tracks its own inputs; `synchronize` takes the maximum over processes.
 
     Args:
         input: whether inputs are quantized at all.
@@ -139,8 +140,8 @@ class StaticScales(LayerState):
 
     input: bool = True
 
-    follows_frozen_weights: ClassVar[bool] = True  # until they are fixed, which resuming checks
-    can_be_recorded: ClassVar[bool] = True  # `is_known_set` is False there: the device decides
+    follows_frozen_weights: ClassVar[bool] = True  # until they are frozen
+    can_be_recorded: ClassVar[bool] = True  # the device decides: `is_known_set` is False then
 
     def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
         return {
@@ -179,7 +180,7 @@ class StaticScales(LayerState):
 
 
 def _note(buffers: Mapping[str, Tensor], own: Tensor, fixed: Tensor) -> Tensor:
-    """Keep the largest magnitude of an input, unless it is fixed; return the one in force."""
+    """Update `input_amax` with an input's own amax, unless `fixed`; return the amax to use."""
     known = buffers["input_amax"]
     own = torch.where(fixed, known, own)
     torch.maximum(known, own, out=known)
@@ -190,19 +191,19 @@ def _of_weight(buffers: Mapping[str, Tensor], weight: Tensor, fixed: Tensor) -> 
     return torch.where(fixed, buffers["weight_amax"], largest_magnitude(weight))
 
 
-# The last reading of each flag.
+# Flag -> its cached value on the host.
 _READ: MutableMapping[Tensor, Kept] = WeakTensorKeyDictionary()
 
 
 def is_known_set(flag: Tensor) -> bool:
-    """Return whether a flag that seldom changes is set, as far as it costs no step any time.
+    """Return whether a rarely changed flag is set, without a host sync in every step.
 
-    A flag is read from its device once after each change of it. False also where reading is
-    impossible, or would wait in every step: while a graph is traced or captured, for tensors
-    without values, and with several processes, as DDP writes buffers before each forward pass.
+    The flag is read from its device once after each change. The result is also False if reading is
+    impossible or would wait in every step: while a graph is traced or captured, for tensors without
+    values, and with several processes, since DDP writes buffers before each forward pass.
 
     Args:
-        flag: 0-dim integers, written in place.
+        flag: 0-dim integer tensor, written in place.
     """
     if (
         cannot_be_read(flag)
@@ -221,12 +222,12 @@ def is_known_set(flag: Tensor) -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass is running, so that a forward pass is a recomputed one."""
+    """Return whether a backward pass is running; a forward pass inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def cannot_be_read(flag: Tensor) -> bool:
-    """Return whether the host cannot read a tensor: in a graph that is traced, or on "meta"."""
+    """Return whether the host cannot read a tensor, or track its changes by version."""
     return (
         torch.compiler.is_compiling()
         or bool(torch._C._len_torch_dispatch_stack())
@@ -237,7 +238,7 @@ def cannot_be_read(flag: Tensor) -> bool:
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """Return the largest magnitude of a tensor, 0-dim fp32; 0 of an empty or not finite one."""
+    """Return the amax of a tensor, 0-dim fp32; 0 if it is empty or not finite."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     kind = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -247,21 +248,21 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Oscillation(LayerState):
-    """OsciReset (arXiv 2510.27527): weights that flip between two FP4 values are put onto one.
+    """OsciReset (arXiv 2510.27527): sets weights that flip between two FP4 values to one of them.
 
-    Late in training a weight near the border of two bins moves little, and its quantized value
-    jumps each time it crosses. Over a window of steps both paths are measured, |w_t - w_(t-1)| and
-    |Q(w_t) - Q(w_(t-1))| summed; where their ratio is high the weight is set to Q(w), the centre of
-    its bin. Optimizer states stay as they are. Weights that are stored split are left alone, since
-    no element of w_hat then belongs to one of theirs.
+    Late in training a weight near the border of two bins moves little, but its quantized value
+    jumps each time the weight crosses. Over a window of steps the lengths of both paths are summed,
+    |w_t - w_(t-1)| and |Q(w_t) - Q(w_(t-1))|. Where the ratio of the second to the first is high,
+    the weight is set to Q(w), the center of its bin. Optimizer states do not change. Layers with
+    split weights are skipped, since the elements of w_hat do not correspond to stored elements.
 
-    Three buffers [o i], 12 bytes for each weight, on every process: the weight before the last step
-    and the two paths. They are saved with the model, so that a resumed run goes on where the saved
-    one was.
+    Three fp32 buffers [o i], 12 bytes per weight, on every process: the weight before the last step
+    and the two paths. They are saved with the model, so that a resumed run continues where the
+    saved one stopped.
 
     Args:
-        period: optimizer steps from the start of one window to the next start.
-        window: steps over which paths are measured; the reset comes at its end.
+        period: optimizer steps from the start of one window to the start of the next.
+        window: steps over which paths are measured; the reset follows.
         threshold: ratio of the paths from which a weight counts as oscillating.
         start: share of all steps before the first window.
     """
@@ -281,7 +282,7 @@ class Oscillation(LayerState):
     def after_step(
         self, layers: Mapping[str, StatefulLayer], step: int, max_steps: int
     ) -> dict[str, dict[str, float]]:
-        """Measure paths, and resets oscillating weights at the end of a window.
+        """Measure paths, and reset oscillating weights at the end of a window.
 
         Returns:
             "oscillation_reset": the share of each layer's weights that was reset.
@@ -305,7 +306,7 @@ class Oscillation(LayerState):
         return {"oscillation_reset": shares} if shares else {}
 
     def ratio(self, buffers: Mapping[str, Tensor]) -> Tensor:
-        """Return the quantized weight's path over the weight's, [o i]; 0 where neither moved."""
+        """Return path of Q(w) / path of w, [o i]; 0 where w did not move."""
         ratio = buffers["quantized_path"] / buffers["weight_path"]
         return ratio.masked_fill_(buffers["weight_path"] == 0, 0.0)
 
@@ -330,5 +331,5 @@ class Oscillation(LayerState):
 
 
 def finite_or(values: Tensor, other: float) -> Tensor:
-    """Return the values, and another number where they are NaN or infinite."""
+    """Return the values, with `other` in place of NaN and infinity."""
     return torch.where(values.isfinite(), values, torch.full_like(values, other))

@@ -21,28 +21,29 @@ FLAGS = "subspaces_known"
 
 @dataclass(frozen=True)
 class KeptSubspaces(LayerState):
-    """Bases of the dominant subspaces of x and dy, found in one step and kept over the next ones.
+    """Bases of the dominant subspaces of x and dy, found in one step and reused in the next ones.
 
-    The conference version of arXiv 2509.00404 (ICLR 2026) finds them in every eighth step: leading
-    subspaces of adjacent steps are nearly the same. A call splits its own batch along the kept
-    basis, so every split is exact. Steps are counted by `after_step`; without it each call finds
-    its own. The first step finds them, and every later one whose number is a multiple of
-    `interval`, counted from 0. An expert that had no tokens then keeps the one before; without one
-    it searches in each call.
+    The conference version of arXiv 2509.00404 (ICLR 2026) finds them in every eighth step, because
+    leading subspaces of adjacent steps are nearly the same. A call splits its own batch along the
+    kept basis, so every split is exact. `after_step` counts steps; without it, each call finds its
+    own basis. Counted from 0, the steps whose number is a multiple of `interval` find bases. An
+    expert without tokens in such a step keeps its earlier basis; if it has none, each call
+    searches.
 
-    Buffers for each tensor that is split: `input_basis` [i k], `grad_output_basis` [o k], with
-    refinements also `..._basis_found`, what the running step has found: forward passes that are
-    recomputed, and further micro-batches, begin where the first began. `subspaces_known` [2], 0 or
-    1, says whether the next call takes the bases; the host remembers it, and reads it from the
-    device only when a checkpoint has been loaded. Evaluation neither takes bases nor changes them.
+    Buffers for each tensor that is split: `input_basis` [i k], `grad_output_basis` [o k], and with
+    refinements `..._basis_found`, the basis found in the current step: recomputed forward passes
+    and further micro-batches start from the same basis as the first one. `subspaces_known` [2], 0
+    or 1, says whether the next call takes the bases; the host caches it, and reads it from the
+    device only after a checkpoint was loaded. Evaluation neither takes nor changes bases.
 
-    Each process finds its own. `after_step` gives all of them the one of the first that has one.
+    Each process finds its own bases. `after_step` gives all processes the basis of the first
+    process that has one.
 
     Args:
         interval: optimizer steps from one search to the next, at least 2.
-        refinements: products with the Gram matrix of the batch before a kept basis is used.
-        input: directions of inputs; 0: they are not split.
-        grad_output: directions of output gradients, likewise.
+        refinements: multiplications of a kept basis by the batch's Gram matrix before use.
+        input: rank of the split of inputs; 0: they are not split.
+        grad_output: rank of the split of output gradients, likewise.
     """
 
     interval: int
@@ -63,7 +64,7 @@ class KeptSubspaces(LayerState):
         return buffers
 
     def _names(self, tensor: str) -> tuple[str, ...]:
-        """Return the buffers of a tensor: the basis that calls take, and where they keep theirs."""
+        """Return the buffers of a tensor: the basis that calls use, and the one that they find."""
         basis = f"{tensor}_basis"
         return (basis, f"{basis}_found") if self.refinements else (basis,)
 
@@ -77,7 +78,7 @@ class KeptSubspaces(LayerState):
             if getattr(self, tensor):
                 names = self._names(tensor)
                 basis = buffers[names[0]] if host.known[place] else None
-                # Several micro-batches may be recomputed in another order than they came in.
+                # Recomputed inputs write nothing: micro-batches may be recomputed in another order.
                 again = tensor == "input" and in_backward()
                 target = buffers[names[-1]] if writes and not again else None
                 kept[tensor] = KeptSubspace(basis, target, host.slots[place], self.refinements)
@@ -116,7 +117,7 @@ class KeptSubspaces(LayerState):
         return {}
 
     def _take(self, layers: Mapping[str, StatefulLayer]) -> None:
-        """Let the next calls begin with what calls of this step have found."""
+        """Let the next calls use the bases that calls of this step found."""
         bases, found = [], []
         for slot, buffers in self._slots(layers):
             slot.contents = slot.found
@@ -127,7 +128,7 @@ class KeptSubspaces(LayerState):
             torch._foreach_copy_(bases, found)
 
     def _slots(self, layers: Mapping[str, StatefulLayer]) -> Iterator[tuple[Slot, list[Tensor]]]:
-        """Yield what the host knows of each kept subspace, and its buffers."""
+        """Yield the slot of each kept subspace, and its buffers."""
         for layer in layers.values():
             host = _host(layer.buffers[FLAGS])
             for place, tensor in enumerate(TENSORS):
@@ -136,7 +137,7 @@ class KeptSubspaces(LayerState):
                     yield host.slots[place], [layer.buffers[name] for name in names]
 
     def _agree(self, layers: Mapping[str, StatefulLayer]) -> None:
-        """Give every process the bases that the first process with one has found."""
+        """Give every process each basis that the first process with one found."""
         slots = [*self._slots(layers)]
         rank, none = dist.get_rank(), dist.get_world_size()
         owners = torch.tensor(
@@ -151,7 +152,7 @@ class KeptSubspaces(LayerState):
             for owner, (_, buffers) in zip(chosen, slots)
         ]
         whole = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(whole)  # of one process's values and zeros
+        dist.all_reduce(whole)  # one process adds values, the others zeros
         sizes = [part.numel() for part in parts]
         for owner, (slot, buffers), basis in zip(chosen, slots, whole.split(sizes)):
             if owner < none:
@@ -160,7 +161,7 @@ class KeptSubspaces(LayerState):
 
 
 class _Host:
-    """The host's side of a layer's kept subspaces."""
+    """The host's copy of a layer's flags, and the slots of its kept subspaces."""
 
     def __init__(self, flags: Tensor) -> None:
         self.known = [bool(flag) for flag in flags.tolist()]
@@ -181,9 +182,9 @@ _HOSTS: MutableMapping[Tensor, _Host] = WeakTensorKeyDictionary()
 
 
 def _host(flags: Tensor) -> _Host:
-    """Return the host's side of a layer by its flags, read from the device where it must be."""
+    """Return the `_Host` of a layer's flags, read from the device if missing or stale."""
     host = _HOSTS.get(flags)
-    # DDP writes the buffers of all processes before each forward pass.
+    # Versions tell nothing under DDP, which writes all buffers before each forward pass.
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if host is None or (host.version != flags._version and not several):
         host = _HOSTS[flags] = _Host(flags)

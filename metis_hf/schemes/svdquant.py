@@ -15,13 +15,13 @@ from metis_hf.schemes.smoothquant import smoothquant
     rank_multiple=RANK_MULTIPLE,
 )
 def svdquant(config: MetisConfig, rank: int) -> Scheme:
-    """Take w_hat = (u * s) @ vh + Q(residual c) / c with smoothing scales c; x as `smoothquant`.
+    """Use w_hat = (u * s) @ vh + Q(residual c) / c, with smoothing scales c; x as `smoothquant`.
 
-    The factors stay in high precision and train. Its authors quantize trained models for inference
-    and differ in three things: they decompose the smoothed weight, where here c moves during
-    training and is taken against the residual's maxima; they search alpha, which is 1/2 here; and
-    their low-rank branch multiplies unquantized activations, where here the layer has one GEMM, so
-    that both branches read x_hat.
+    The factors stay in high precision and train. The authors quantize trained models for inference,
+    with three differences: they decompose the smoothed weight, while here c changes during training
+    and is computed from the residual's maxima; they search alpha, which is 1/2 here; and their
+    low-rank branch multiplies unquantized activations, while here the layer has one GEMM, so that
+    both branches read x_hat.
     """
     return replace(
         smoothquant(config, rank),

@@ -1,4 +1,4 @@
-"""TetraJet-v2: unbiased backward operands, and what it needs against oscillating weights."""
+"""TetraJet-v2: unbiased backward operands, and a reset of oscillating weights."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def tetrajet2(config: MetisConfig, rank: int) -> Scheme:
     | wgrad | grad_output | dy   | along tokens | yes      | stochastic |
     | wgrad | input       | Q(x) | along tokens | yes      | stochastic |
 
-    Q is the nearest copy of fprop, whatever `forward_rounding` says. The outer scale is one per
-    tensor, where the authors have one per 128 elements; signs of the rotation are fixed by the
-    config's seed, where they draw new ones. OsciReset runs from MetisCallback, or by
-    `layer_states.after_step`, with the settings of the authors' 150M run. OutControl (a
-    tenth of the input channels in MXFP8) is left out: it would not keep operands in FP4.
+    Q rounds to nearest as in fprop, whatever `forward_rounding` says. There is one outer scale per
+    tensor, where the authors have one per 128 elements. The config's seed fixes the signs of the
+    rotation, where the authors draw new ones. MetisCallback, or `layer_states.after_step`, runs
+    OsciReset, with the settings of the authors' 150M run. OutControl (a tenth of the input channels
+    in MXFP8) is left out: it would not keep operands in FP4.
 
     Raises:
         ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.

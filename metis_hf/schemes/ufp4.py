@@ -21,12 +21,11 @@ from metis_hf.schemes.parts import (
     source="arXiv 2606.20381 (UFP4)",
 )
 def ufp4(config: MetisConfig, rank: int) -> Scheme:
-    """Rotate each GEMM's operands and quantize them, 1x16 along what it contracts.
+    """Rotate and quantize each GEMM's operands, in 1x16 blocks along the contracted dimension.
 
     Every copy is made from the high-precision tensor; gradients are rounded stochastically.
-    A block has one fp32 scale, amax / 7, and integers to 7: the values of E1M2, times a power of
-    two. Assumed: the rotation has blocks of 16, and its random signs are fixed by the config's
-    seed.
+    A block has one fp32 scale, amax / 7, and integers up to 7: the values of E1M2, times a power of
+    two. Assumed: the rotation has blocks of 16, and the config's seed fixes its random signs.
 
     Raises:
         ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.

@@ -1,4 +1,4 @@
-"""Fields of a config that its scheme does not read, so that a wish without effect is named."""
+"""Finds fields of a config that its scheme does not read, so that a warning can name them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from metis_hf.config import DECOMPOSABLE, MetisConfig
 from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.registry import build_scheme
 
-_FEATURES = 256  # of the layer that is asked
-# Values of which one at least changes a scheme that reads the field. No rank: every scheme has one,
-# for measurements of its layers.
+_FEATURES = 256  # of the layer that is tried
+# At least one of the values changes any scheme that reads the field. `rank` is left out: every
+# scheme has one, for measurements of its layers.
 _TRIED: dict[str, tuple[Any, ...]] = {
     "rank_frac": (0.05, 0.4),
     "rank_multiple": (1, 64),
@@ -33,9 +33,9 @@ _TRIED: dict[str, tuple[Any, ...]] = {
 
 
 def unread_fields(config: MetisConfig) -> list[str]:
-    """Return the fields that are not at their default, and change no scheme that the config names.
+    """Return the fields that are not at their default, but change no scheme of the config.
 
-    A field is read if another value of it gives another scheme, or is refused.
+    A scheme reads a field if another value gives another scheme or is refused.
     """
     names = {config.scheme, *config.scheme_pattern.values()}
     common = config.replace(scheme_pattern={}, high_precision=())
@@ -52,7 +52,7 @@ def unread_fields(config: MetisConfig) -> list[str]:
 
 def _reads(config: MetisConfig, name: str) -> bool:
     own = _build(config)
-    # One that cannot be built is refused elsewhere.
+    # A config that cannot be built is refused elsewhere.
     return own is None or any(_build(config, **{name: value}) != own for value in _TRIED[name])
 
 

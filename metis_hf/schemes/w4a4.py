@@ -24,19 +24,18 @@ from metis_hf.schemes.parts import (
     formats=(NVFP4.name,),
 )
 def w4a4(config: MetisConfig, rank: int) -> Scheme:
-    """Return the forward pass of a deployed layer, and its straight-through gradient.
+    """Return the forward pass of a deployed layer, with a straight-through gradient.
 
-    - Input: block scales to nearest, found on the way, under a tensor scale that `calibrate` fixed.
-    - Weight: row blocks, each with the scale, of six, that fits it best; a checkpoint holds codes
-      and scales, so that the kernel need not know how they were chosen. The tensor scale is fixed
-      too, and one for layers that are deployed as one (query, key and value; gate and up).
-    - Backward pass: in high precision, through the quantized copies of the forward pass, as the
-      chain rule has it with quantizers that count as the identity.
+    - Input: dynamic block scales, rounded to nearest, under a tensor scale that `calibrate` fixed.
+    - Weight: row blocks, each with the best of six scales; a checkpoint holds codes and scales, so
+      kernels need not know how they were chosen. The tensor scale is fixed too, and shared by
+      layers that are deployed as one (query, key and value; gate and up).
+    - Backward pass: in high precision, with the quantized copies of the forward pass.
 
     Raises:
-        ValueError: `two_level=False`: there is no tensor scale to fix then. `split_weight=True`:
-            no deployed layer has factors. Block scales that are not rounded to nearest, as
-            kernels round the scales of inputs.
+        ValueError: `two_level=False`, which has no tensor scale to fix; `split_weight` of True or
+            "side-branch", since no deployed layer has factors; or block scales that are not rounded
+            to nearest, as kernels round the scales of inputs.
     """
     if config.split_weight:
         raise ValueError(
@@ -72,6 +71,6 @@ def w4a4(config: MetisConfig, rank: int) -> Scheme:
     formats=(NVFP4.name,),
 )
 def w4a16(config: MetisConfig, rank: int) -> Scheme:
-    """Return `w4a4` with inputs that are not quantized; it refuses what `w4a4` does."""
+    """Return `w4a4` with unquantized inputs; raises as `w4a4`."""
     scheme = w4a4(config, rank)
     return replace(scheme, fprop_input=Operand(), state=StaticScales(input=False))

@@ -1,7 +1,7 @@
 """Hadamard rotation in blocks of 16: with random signs (arXiv 2509.25149), or none (2605.09825).
 
-And in groups of up to 128 entries, with signs that the caller gives: the largest groups that whole
-blocks of 16 can be cut into, as MS-EDEN wants it (arXiv 2601.22813).
+For MS-EDEN (arXiv 2601.22813) also in groups of 16 to 128 entries, with signs from the caller: the
+largest groups that divide the dimension, padded to blocks of 16.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SIZE = 16
 
 
 def hadamard_matrix(seed: int | None, device: torch.device | str = "cpu") -> Tensor:
-    """Return Sylvester's 16 x 16 matrix / 4, columns times one sign vector; orthonormal, fp32.
+    """Return Sylvester's 16 x 16 matrix / 4 with one random sign per column; orthogonal, fp32.
 
     Args:
-        seed: of the signs; None: no signs, so that the matrix is its own inverse.
-        device: that the matrix is made on, with the same bits.
+        seed: seed of the signs; None for no signs, so that the matrix is its own inverse.
+        device: device of the matrix; the bits are the same on every device.
     """
     matrix = sylvester(SIZE, torch.float32, device)
     if seed is None:
@@ -40,7 +40,7 @@ def _plain_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor
 
 
 def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
-    """Return matrix [n n] times every n entries along `dim` of x, zero-padded to whole ones."""
+    """Multiply every n entries along `dim` of x, zero-padded to whole groups, by matrix [n n]."""
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; give one of its dims")
     dim %= x.dim()
@@ -50,17 +50,17 @@ def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
         x = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
     if dim == x.dim() - 1:
         return (x.reshape(-1, size) @ matrix.T).view(x.shape)
-    # [.. b n c]: one small product for each block, along rows as they lie in memory.
+    # [.. b n c]: one small product per block, with contiguous rows.
     count, after = x.shape[dim] // size, x.shape[dim + 1 :].numel()
     blocks = x.reshape(*x.shape[:dim], count, size, after)
     return (matrix @ blocks).view(x.shape)
 
 
 def rotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
-    """Rotate every block of 16 along `dim`, zero-padded to whole blocks; `seed` of the signs.
+    """Rotate every block of 16 along `dim`; `seed` is the seed of the signs, None for no signs.
 
     Returns:
-        `x` rotated; its size along `dim` rounded up to a multiple of 16.
+        `x` rotated; its size along `dim` is zero-padded to a multiple of 16.
 
     Raises:
         IndexError: `dim` is not a dimension of `x`.
@@ -69,30 +69,30 @@ def rotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
 
 
 def unrotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
-    """Invert `rotate`, padding included: what is added to x in between reaches it."""
+    """Invert `rotate` but keep the padding, which is nonzero if the rotated x was changed."""
     return _apply(x, _matrix(seed, x.device, x.dtype).T, dim)
 
 
 def group_size(n: int) -> int:
-    """Return the size of groups that rotate together, of n entries zero-padded to blocks of 16."""
+    """Return the largest of 128, 64, 32 and 16 that divides n rounded up to a multiple of 16."""
     blocks = (n + SIZE - 1) // SIZE
-    # Tests rather than bit operations: torch.compile knows n as a symbol.
+    # Divisions rather than bit operations: n may be a symbol of torch.compile.
     return next((size for size in (128, 64, 32) if blocks % (size // SIZE) == 0), SIZE)
 
 
 def rotate_groups(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
-    """Return H D x for every group along `dim` of x, zero-padded to blocks.
+    """Return H D x for every group along `dim` of x, zero-padded to whole groups.
 
     Args:
         x: fp32 or fp64.
-        signs: +-1 [group], the diagonal of D; `group_size` says how many.
+        signs: +-1 [group], the diagonal of D; see `group_size`.
         dim: the dimension of the groups.
     """
     return _apply(x, _plain_matrix(len(signs), x.device, x.dtype) * signs.to(x.dtype), dim)
 
 
 def unrotate_groups(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
-    """Invert `rotate_groups`, padding included."""
+    """Invert `rotate_groups` but keep the padding."""
     signs = signs.to(x.dtype)[:, None]
     return _apply(x, _plain_matrix(len(signs), x.device, x.dtype) * signs, dim)
 

@@ -1,4 +1,4 @@
-"""The projection of a tall matrix on a thin basis."""
+"""The projection of a tall matrix onto a thin basis."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from metis_hf.numerics.kernels.choice import kernels_for
 from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.numerics.kernels.scratch import Scratch
 
-_WIDEST = 128  # basis that kernels take
+_WIDEST = 128  # most columns of a basis that the kernel takes
 
 
 def project(x: Tensor, v: Tensor, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
     """Return coordinates of x [t c] in the basis v [c k]: unit columns [t k], lengths [k].
 
-    In the dtype of `v`. A CUDA device multiplies `x` in BF16 by each of three matrices in BF16
-    whose sum is `v`, and adds up in FP32. Products are exact, as they are of FP32 numbers, and
-    tensor cores compute them; `x` is not written out in FP32. `scratch` is the memory of the call.
+    Both are in the dtype of `v`. On CUDA devices, for BF16 `x` and FP32 `v`, a kernel splits `v`
+    into a sum of three BF16 matrices, which tensor cores multiply by `x` exactly, accumulating in
+    FP32; no FP32 copy of `x` is written. `scratch` is the memory of the layer's call.
     """
     if torch.compiler.is_compiling():  # one node of the graph
         a, lam = _project_in_graph(x, v)
@@ -29,7 +29,7 @@ def project(x: Tensor, v: Tensor, scratch: Scratch | None = None) -> tuple[Tenso
         with or_reference:
             return triton_projection.project(x, v, scratch)
     p = x.to(v.dtype) @ v  # [t c] @ [c k] -> [t k]
-    # In units of each column's largest entry, whose square stays in the fp32 range.
+    # Divided by each column's largest entry, so that squares stay in the fp32 range.
     largest = p.abs().amax(0)
     p = p / torch.where(largest == 0, torch.ones_like(largest), largest)
     length = torch.linalg.vector_norm(p, dim=0)

@@ -1,8 +1,9 @@
 """Orthogonal transforms of a whole dimension: randomized Hadamard, Kronecker product of factors.
 
 A rotation of n entries is (F_1 x F_2 x ... ) D P: a permutation P, signs D, then a Kronecker
-product of small orthogonal factors, so that it costs 2 n sum(f) FLOPs a column and not 2 n^2. It
-keeps the length n: nothing is padded. Made on the host from (n, seed) alone, in fp64.
+product of small orthogonal factors, so that it costs 2 n sum(f) FLOPs per column instead of 2 n^2.
+It keeps the length n, without padding. Rotations are computed on the host in fp64, from (n, seed)
+alone.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch import Tensor
 
 from metis_hf.noise import constant, key_of, random_bits, uniform
 
-LARGEST_HADAMARD = 128  # sizes above are Kronecker products of smaller ones, which is the same
-_NARROW = 8  # columns below which a product for each row is slower than two transpositions
-LARGEST_RANDOM = 1024  # a factor beyond this costs more than it mixes: identity in its place
+LARGEST_HADAMARD = 128  # larger ones are Kronecker products of smaller ones: the same matrix
+_NARROW = 8  # with fewer columns, one product per row is slower than two transposes
+LARGEST_RANDOM = 1024  # a larger factor costs more than it helps: the identity replaces it
 
 
 class Rotation(NamedTuple):
     """An orthogonal map of n entries.
 
     Attributes:
-        order: [n] indices: entry i of the permuted vector is entry order[i]; None: as they are.
-        signs: [n] +-1, after the permutation; None: none.
+        order: [n] indices: entry i of the permuted vector is entry order[i]; None: no permutation.
+        signs: [n] +-1, applied after the permutation; None: no signs.
         factors: (size, orthogonal [size size] or None for the identity); the sizes multiply to n.
     """
 
@@ -42,13 +43,13 @@ class Rotation(NamedTuple):
 
 
 def random_orthogonal(size: int, seed: int) -> Tensor:
-    """Draw an orthogonal matrix [size size] by Haar measure; fp64.
+    """Draw an orthogonal matrix [size size] from the Haar measure; fp64.
 
     The QR decomposition of a Gaussian matrix, R's diagonal made positive (Mezzadri, arXiv
     math-ph/0609050).
     """
     u = uniform((2, size, size), key_of("orthogonal", size, seed)).double()
-    gaussian = (-2 * (1 - u[0]).log()).sqrt() * (2 * math.pi * u[1]).cos()  # Box and Muller
+    gaussian = (-2 * (1 - u[0]).log()).sqrt() * (2 * math.pi * u[1]).cos()  # Box-Muller
     q, r = torch.linalg.qr(gaussian)
     return q * r.diagonal().sign()
 
@@ -56,10 +57,11 @@ def random_orthogonal(size: int, seed: int) -> Tensor:
 def sylvester(
     size: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return Hadamard's matrix of a power of two / sqrt(size), [size size]: symmetric, orthogonal.
+    """Return Sylvester's Hadamard matrix / sqrt(size), [size size]: symmetric, orthogonal.
 
-    It is made where it will be used: torch.compile would trace a copy from the CPU into the GPU's
-    graph. The one number in it is rounded to `dtype` once, on any device.
+    `size` is a power of two. The matrix is created on the device that uses it, because
+    torch.compile would trace a copy from the CPU into the GPU's graph. Its one magnitude is rounded
+    to `dtype` once, on any device.
     """
     h = torch.ones(1, 1, dtype=dtype, device=device)
     while h.shape[0] < size:
@@ -68,10 +70,10 @@ def sylvester(
 
 
 def randomized_hadamard(n: int, seed: int) -> Rotation:
-    """Make random signs, then Hadamard of n's largest power of two, times a random orthogonal rest.
+    """Make the rotation (H x Q_m) D of n = 2^p m entries, m odd, with random signs D.
 
-    n = 2^p m with m odd: H x Q_m. QuaRot (arXiv 2404.00456) has a Hadamard matrix of size m 2^q
-    instead, which is known for the widths of its models only.
+    H is a Hadamard matrix of size 2^p, Q_m a random orthogonal one. QuaRot (arXiv 2404.00456) has a
+    Hadamard matrix of size m 2^q instead, which is known only for the widths of its models.
     """
     power = n & -n
     factors: list[tuple[int, Tensor | None]] = [(s, sylvester(s)) for s in _even_powers(power)]
@@ -83,16 +85,16 @@ def randomized_hadamard(n: int, seed: int) -> Rotation:
 
 
 def _even_powers(power: int) -> list[int]:
-    """Factor a power of two into others near each other, none above LARGEST_HADAMARD."""
+    """Factor a power of two into powers of similar size, none above LARGEST_HADAMARD."""
     exponent, most = power.bit_length() - 1, LARGEST_HADAMARD.bit_length() - 1
     count = math.ceil(exponent / most)
     return [2 ** ((exponent + place) // count) for place in range(count)]
 
 
 def random_kronecker(n: int, seed: int) -> Rotation:
-    """Draw a random permutation, then the Kronecker product of two orthogonal matrices.
+    """Make a random permutation, then the Kronecker product of two random orthogonal matrices.
 
-    Their sizes are the two factors of n nearest each other (QuIP, arXiv 2307.13304, section 4).
+    Their sizes are the two factors of n closest to each other (QuIP, arXiv 2307.13304, section 4).
     """
     small = next(a for a in range(math.isqrt(n), 0, -1) if n % a == 0)
     sizes = (small, n // small)
@@ -105,7 +107,7 @@ def _random_factor(size: int, seed: int) -> Tensor | None:
     return random_orthogonal(size, seed) if 1 < size <= LARGEST_RANDOM else None
 
 
-# Rotations in memory. A model has a few widths; sequences rotated along tokens, as many lengths.
+# Size of the cache. A model has a few widths; rotations along tokens add one entry per length.
 _KEPT = 32
 _MAKERS = {"hadamard": randomized_hadamard, "kronecker": random_kronecker}
 
@@ -124,15 +126,15 @@ def make_rotation(
 
 
 def rotation_of(kind: str, n: int, seed: int, like: Tensor) -> Rotation:
-    """Return `make_rotation` for tensors like one."""
+    """Return `make_rotation` on the device and in the dtype of `like`."""
     return make_rotation(kind, n, seed, like.device, like.dtype)
 
 
 def rotate_by(x: Tensor, kind: str, seed: int, *, dim: int, inverse: bool = False) -> Tensor:
-    """Rotate dimension `dim` of x [t c], fp32 or fp64, as `make_rotation` says, or back."""
+    """Apply `make_rotation`, or its inverse, along `dim` of x [t c], fp32 or fp64."""
     if x.numel() == 0:
         return x
-    # One node of torch.compile's graph, which cannot trace how n is cut into factors.
+    # One node of torch.compile's graph: the factorization of n cannot be traced.
     rotate = _opaque if torch.compiler.is_compiling() else _rotate
     return rotate(x, kind, seed, dim, inverse)
 
@@ -171,13 +173,13 @@ def _along(values: Tensor, dim: int) -> Tensor:
 
 
 def _apply_factors(x: Tensor, factors: Sequence[tuple[int, Tensor | None]], dim: int) -> Tensor:
-    """Return each factor along its own axis of the dimension cut into their sizes."""
+    """Apply each factor along its own axis of `dim`, which is cut into the factors' sizes."""
     shape = x.shape
     before, after = (shape[0], 1) if dim % 2 else (1, shape[1])
     after *= shape[dim]
     for size, factor in factors:
         after //= size
-        if factor is not None and after == 1:  # [.., f] @ [f f]: one product, no transposition
+        if factor is not None and after == 1:  # [.., f] @ [f f]: one product, no transpose
             x = x.reshape(before, size) @ factor.T
         elif factor is not None and after < _NARROW:
             x = x.reshape(before, size, after).mT.reshape(-1, size) @ factor.T

@@ -1,8 +1,8 @@
 """Spectral split: a matrix as a thin dominant part plus a residual (arXiv 2509.00404, section 3).
 
-Activations and gradients: the dominant right subspace is found from a few sampled rows, or from a
-few sums of rows, then the whole matrix is projected on it. Weights: the same with every row, more
-power iterations and an exact SVD of the thin part. Nothing here quantizes.
+Activations and gradients: the dominant right subspace is estimated from a few sampled rows, or from
+a few sums of rows; the whole matrix is then projected onto it. Weights: a full SVD, or for large
+weights the same method with every row, more power iterations and an exact SVD of the thin part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SpectralSplit(NamedTuple):
 
 
 def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) -> Tensor:
-    """Pick `count` rows of `x`, one at random out of each of `count` equal stretches.
+    """Pick `count` rows of `x`, one at random from each of `count` equal stretches.
 
     Args:
         x: [t c]
@@ -43,8 +43,8 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
             the mask is ignored.
 
     Returns:
-        [min(count, t) c]; with a mask that leaves fewer than `count` rows, rows repeat, and a
-        `count` of all rows gives zeros for the masked ones.
+        [min(count, t) c]. If the mask leaves fewer than `count` rows, rows repeat; if `count` >= t,
+        masked rows are zero.
     """
     t = x.shape[0]
     if row_mask is None:
@@ -65,27 +65,27 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
 
 
 def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) -> Tensor:
-    """Add up the rows of `x`, with random signs, to `count` sums or a few more.
+    """Add the rows of `x`, with random signs, into `count` sums or a few more.
 
-    Each row is in one sum. The mean over keys of the sums' Gram matrix is the Gram matrix of x
-    (CountSketch: Charikar, Chen, Farach-Colton, 2002; for subspaces Clarkson and Woodruff, arXiv
-    1207.6365). So a direction in which few rows are large is found as well, where sampled rows
-    miss it.
+    Each row is in exactly one sum. The mean over keys of the sums' Gram matrix is the Gram matrix
+    of x (CountSketch: Charikar, Chen, Farach-Colton, 2002; for subspaces Clarkson and Woodruff,
+    arXiv 1207.6365). The sums therefore capture a direction in which only a few rows are large,
+    which sampled rows miss.
 
-    Rows are cut into g stretches of n. A sum has one row of each stretch, at a place that depends
-    on a random shift of the stretch: first tokens of sequences, often far larger than others, are
-    spread over sums whatever the sequences' length, and padding leaves few sums empty.
+    The rows are cut into g stretches of n. A sum takes one row from each stretch, after a random
+    cyclic shift of the stretch. The shifts spread the first tokens of sequences, often far larger
+    than others, over the sums for any sequence length; and padding leaves few sums empty.
 
     Args:
         x: [t c]
-        count: sums to make, at least; the rows themselves if t < 2 `count`.
+        count: minimum number of sums; if t < 2 `count`, the rows themselves are returned.
         key: noise key.
         row_mask: [t] bool; rows with False (padding) count as zero. If every row is False, the
             mask is ignored.
 
     Returns:
-        [n c] in the dtype of `x`, for fp16 in fp32; n = ceil(t / g) with g = floor(t / count).
-        Where g = 1, `x` with zeros for masked rows.
+        [n c] in the dtype of `x` (fp32 for fp16); n = ceil(t / g) with g = floor(t / count). If
+        g < 2, `x` with zeros for masked rows.
     """
     t = x.shape[0]
     mask = None if row_mask is None else row_mask | ~row_mask.any()
@@ -106,17 +106,18 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
     taken = row < t
     if mask is not None:
         taken = taken & mask[row.clamp(max=t - 1)]
-    # 0 x NaN is NaN: padding is not even multiplied, and no sum has a row that is not its own.
+    # 0 * NaN is NaN, so a zero weight does not drop a row: where a stretch has no row for a sum,
+    # the sum repeats one of its own rows with weight 0 (an unmasked row if it has none).
     own = row.gather(1, taken.int().argmax(1, keepdim=True))
     if mask is not None:
         own = torch.where(taken.any(1, keepdim=True), own, mask.int().argmax())
     sign, row = torch.where(taken, sign, 0.0), torch.where(taken, row, own)
-    x = x.float() if x.dtype is torch.float16 else x  # sums leave its range
+    x = x.float() if x.dtype is torch.float16 else x  # sums exceed its range
     return embedding_bag(row, x, mode="sum", per_sample_weights=sign.to(x.dtype))
 
 
 def sum_count(t: int, count: int) -> int:
-    """Return the number of sums that `sum_rows` makes of t rows; t: it leaves the rows alone."""
+    """Return the number of sums that `sum_rows` makes of t rows; t if it returns the rows."""
     group = t // count
     return t if group < 2 else -(-t // group)
 
@@ -131,14 +132,14 @@ def dominant_subspace(
 ) -> Tensor:
     """Return the leading right singular vectors of a sample (randomized SVD).
 
-    Halko, Martinsson, Tropp (arXiv 0909.4061), algorithms 4.4 and 5.1. Waits for the device;
-    `dominant_basis` does not. Entries that are not finite count as zero.
+    Halko, Martinsson, Tropp (arXiv 0909.4061), algorithms 4.4 and 5.1. The host waits for the
+    device, unlike in `dominant_basis`. Entries that are not finite count as zero.
 
     Args:
         sample: [n c]
         rank: k, at most min(n, c).
         oversample: extra sketch columns, dropped at the end.
-        n_iter: power iterations; each sharpens the spectrum by a square.
+        n_iter: power iterations, each a product with the Gram matrix of the sample.
         key: noise key of the sketch.
 
     Returns:
@@ -158,23 +159,23 @@ def dominant_basis(
     key: Key = _DEFAULT_KEY,
     start: Tensor | None = None,
 ) -> Tensor:
-    """Return an orthonormal basis of nearly the leading right singular subspace, in no order.
+    """Return an orthonormal basis close to the leading right singular subspace, in no order.
 
-    A sketch of exactly `rank` columns, `n_iter` products with the Gram matrix of the sample, and a
-    Cholesky QR after the sketch and after each product: subspace iteration (Halko, Martinsson,
-    Tropp, arXiv 0909.4061, algorithm 4.4), and no eigenvalue problem after it. Nothing waits for
-    the device. A split is exact in any basis, and its rounding errors are as large in one as in
-    another of the same span. Rounding leaves the basis off orthonormality by some 1e-6. Entries
-    that are not finite count as zero here: they show in the projection, and the basis stays
-    usable. Directions that the sample lacks are filled up with arbitrary ones.
+    Subspace iteration (Halko, Martinsson, Tropp, arXiv 0909.4061, algorithm 4.4): a sketch of
+    exactly `rank` columns, `n_iter` products with the Gram matrix of the sample, and a Cholesky QR
+    after the sketch and after each product. No eigenvalue problem follows, and the host does not
+    wait for the device. A split is exact in any basis, and bases of the same span give rounding
+    errors of the same size. Rounding leaves the basis off orthonormality by about 1e-6. Non-finite
+    entries count as zero here, so that the basis stays usable; they show up in the projection. If
+    the sample lacks rank, arbitrary directions fill in.
 
     Args:
         sample: [n c]
         rank: k, at most min(n, c).
         n_iter: products with the Gram matrix.
         key: noise key of the sketch.
-        start: [c k], a basis to begin with in place of a random sketch, as of the step before;
-            n_iter is 1 at least then. Columns of zeros become arbitrary directions.
+        start: [c k], a basis to begin with instead of a random sketch, such as the previous step's;
+            n_iter must then be at least 1. Columns of zeros become arbitrary directions.
 
     Returns:
         [c k], fp32 (fp64 for an fp64 sample).
@@ -196,14 +197,14 @@ def dominant_basis(
 
 
 def _in_range(sample: Tensor) -> Tensor:
-    """Return the sample in fp32 or fp64, its largest entry 1, and 0 where it is not finite.
+    """Scale the sample to a largest magnitude of 1, fp32 or fp64, with 0 for non-finite entries.
 
     Products of huge or tiny values must not leave the fp32 range.
     """
     dtype = torch.float64 if sample.dtype is torch.float64 else torch.float32
     sample = sample.detach().to(dtype)
     largest = _amax(sample)
-    # On a CPU, which waits for nothing, all entries are finite if the largest is.
+    # All entries are finite if the largest is; only on a CPU is reading it free.
     if kernels_for(sample) != "compiled" or not largest.isfinite():
         sample = torch.nan_to_num(sample, nan=0.0, posinf=0.0, neginf=0.0)
         largest = _amax(sample)
@@ -216,21 +217,21 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _power_basis(sample: Tensor, width: int, n_iter: int, key: Key) -> Tensor:
-    """Return an orthonormal basis [w c] of a random sketch after some power iterations."""
+    """Return an orthonormal basis [w c] of a random sketch after `n_iter` power iterations."""
     sketch = uniform((len(sample), width), key, sample.device).sub_(0.5).to(sample.dtype)  # [n w]
     basis = next_basis(sketch.T @ sample, passes=1 if n_iter else 2)
     return _powers(sample, basis, n_iter)
 
 
 def _powers(sample: Tensor, basis: Tensor, n_iter: int) -> Tensor:
-    """Return an orthonormal basis [w c] after some products with the sample's Gram matrix."""
+    """Return an orthonormal basis [w c] after `n_iter` products with the sample's Gram matrix."""
     for left in reversed(range(n_iter)):
         basis = next_basis(basis @ sample.T @ sample, basis, passes=1 if left else 2)
     return basis
 
 
 def fewest_rows(rank: int, per_column: int = 4) -> int:
-    """Return the fewest rows to estimate a rank-k subspace from: 4 (k + 8) by default."""
+    """Return the least number of rows that estimate a rank-k subspace: 4 (k + 8) by default."""
     return per_column * (rank + 8)
 
 
@@ -246,10 +247,10 @@ def find_basis(
     summed: bool = False,
     start: Tensor | None = None,
 ) -> Tensor:
-    """Find a basis [c k] of nearly the dominant right subspace of `x` [t c], for a split.
+    """Find a basis [c k] close to the dominant right subspace of `x` [t c], for a split.
 
-    From sampled rows (`sample_rows`) or, if `summed`, from sums of rows (`sum_rows`), by
-    `dominant_basis`.
+    Applies `dominant_basis` to sampled rows (`sample_rows`) or, if `summed`, to sums of rows
+    (`sum_rows`).
     """
     if torch.compiler.is_compiling():  # one node of the graph
         given = x, rank, sample_frac, min_rows, n_iter, key.static, key.data
@@ -272,7 +273,7 @@ def _basis_in_graph(
     summed: bool,
     start: Tensor | None,
 ) -> Tensor:
-    """Return `find_basis`, transposed [k c]."""
+    """Compute `find_basis`, transposed to [k c]."""
     options: dict[str, Any] = {"sample_frac": sample_frac, "min_rows": min_rows, "n_iter": n_iter}
     options |= {"row_mask": row_mask, "summed": summed}
     options["start"] = None if start is None else start.T
@@ -302,14 +303,14 @@ def spectral_split(
 ) -> SpectralSplit:
     """Split x [t c] into (u * s) @ vh + residual (eq. "X = A Lambda B^T + X_R").
 
-    The subspace comes from sampled rows; every row is then projected on it, so the split is exact
-    whatever was sampled. With `sample_frac=1` and full rank it is the SVD.
+    The subspace comes from sampled rows; every row is then projected onto it, so the split is exact
+    whichever rows were sampled. With `sample_frac=1` and full rank it is the SVD.
 
     Args:
         x: [t c], any float dtype.
-        rank: k directions kept.
+        rank: k, the number of directions kept.
         sample_frac: share of rows that the subspace is estimated from.
-        min_rows: floor on that number of rows.
+        min_rows: minimum number of these rows.
         oversample: extra columns of the sketch.
         n_iter: power iterations.
         key: noise key of sampling and sketch; equal keys give equal results.
@@ -341,7 +342,7 @@ def spectral_split(
 
 
 def _svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the thin SVD; of a long matrix by way of its triangular factor, far faster."""
+    """Compute the thin SVD; a long matrix goes through its QR factor R, which is far faster."""
     if w.shape[0] < w.shape[1]:
         v, s, uh = _svd(w.T)
         return uh.T, s, v.T
@@ -353,12 +354,13 @@ def _svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decompose_weight(w: Tensor, rank: int, key: Key = _DEFAULT_KEY) -> SpectralSplit:
-    """Split a weight [o i] into its rank-k SVD and the residual, exact or nearly so.
+    """Split a weight [o i] into its rank-k SVD, exact or approximate, and the residual.
 
-    Up to 1024 on the short side: a full SVD. Larger: the randomized range finder over all rows
-    with four power iterations, then an exact SVD of the thin part. Singular values come out too
-    small where the spectrum has no gap: at 1100 x 1100 by up to 5 % in a Gaussian matrix and 2 %
-    where sigma_i = i^-1/2; the norm of the residual is then up to .6 % above the SVD's.
+    A weight with a short side of at most 1024 gets a full SVD; a larger one the randomized range
+    finder over all rows with four power iterations, then an exact SVD of the thin part. Its
+    singular values are too small where the spectrum has no gap: at 1100 x 1100 by up to 5 % in a
+    Gaussian matrix and 2 % where sigma_i = i^-1/2; the norm of the residual is then up to .6 %
+    above the SVD's.
 
     Returns:
         u [o k], s [k], vh [k i] (both factors orthonormal), residual [o i]; fp32 or fp64.

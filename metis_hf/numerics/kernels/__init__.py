@@ -1,13 +1,15 @@
-"""One quantizer, several implementations of it.
+"""The quantizers on any device: entry points, and the choice among three implementations.
 
-`reference` computes `definition.QuantizerDefinition.blocks`, operation by operation. `compiled` is
-C++ for CPUs, which the system's compiler compiles once, in seconds. `triton` is for CUDA devices.
-Results are equal to the bit, stochastic rounding included. The reference computes everything else
-(formats other than NVFP4, other devices). A graph of torch.compile has `operators`, which
-compute the same when the graph runs.
+- `reference`: torch operations, for every format, on every device.
+- `compiled`: C++ for NVFP4 on CPUs, compiled once, in seconds, by the system's compiler.
+- `triton`: Triton kernels for NVFP4 on CUDA devices.
 
-The choice is automatic: Triton's kernels on CUDA devices, C++ on CPUs where there is a compiler.
-The environment variable METIS_KERNELS and `use_kernels` override it.
+All give the same bits, stochastic rounding included. The reference also computes every call that
+the other two do not support. In a graph of torch.compile, `operators` compute the same when the
+graph runs.
+
+The choice is automatic: Triton kernels on CUDA devices, C++ on CPUs if there is a compiler. The
+environment variable METIS_KERNELS and `use_kernels` override it.
 """
 
 from __future__ import annotations
@@ -54,21 +56,21 @@ def fake_quantize(
     plus: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Quantize and back with the kernels in force: plus + Q(x - minus).
+    """Quantize and dequantize with the selected kernels: plus + Q(x - minus).
 
     Args:
         x: any shape and float dtype, not empty.
-        quantizer: what to do.
+        quantizer: the quantizer's options.
         dim: the dimension that row blocks run along.
-        key: noise key, where the quantizer needs one.
-        dtype: of the result, which is computed in fp32 and rounded once.
-        scaled: whether the tensor scale is multiplied in; it must be where there is a `plus`.
-        minus: of the shape of `x`, in fp32 or more.
+        key: noise key, if the quantizer needs one.
+        dtype: dtype of the result, which is computed in fp32 and rounded once.
+        scaled: whether to multiply by the tensor scale; must be True with a `plus`.
+        minus: fp32 or fp64, in the shape of `x`.
         plus: the same.
-        amax: 0-dim, what the tensor scale is made of; None: the largest magnitude of x - minus.
+        amax: 0-dim, sets the tensor scale; None takes the largest magnitude of x - minus.
 
     Returns:
-        (values of the shape of `x`, the tensor scale that they still lack or None).
+        (values in the shape of `x`, the tensor scale if it was not applied, else None).
     """
     same = minus is not None and minus is plus
     x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer, x)
@@ -115,11 +117,11 @@ def pack_with_values(
     scaled: bool,
     amax: Tensor | None = None,
 ) -> tuple[Packed, Tensor | None]:
-    """Quantize a matrix to codes and scales, and where one kernel writes them too, to values.
+    """Quantize a matrix to codes and scales, and also to values if one kernel can write both.
 
     Args:
         x, quantizer, dim, key, amax: as in `pack`.
-        dtype, scaled: what `unpack` is to give, which the values are equal to, bit for bit.
+        dtype, scaled: as in `unpack`, whose result the values equal bit for bit.
     """
     matrix, known = x.detach(), packs(x.shape, quantizer.tile, dim)
     known = known and covers(matrix, quantizer, dim, dtype, None, None)
@@ -144,11 +146,11 @@ def unpack(
     scaled: bool = True,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """Unpack the values of a matrix: bit for bit what `fake_quantize` gives.
+    """Dequantize a packed matrix; the values equal `fake_quantize`'s bit for bit.
 
     Args:
         packed: from `pack`, with the same quantizer and `dim`.
-        shape: of the matrix that was packed.
+        shape: shape of the matrix that was packed.
         quantizer, dim, dtype, scaled, plus: as in `fake_quantize`.
     """
     plus = _detached(plus)
@@ -160,14 +162,14 @@ def unpack(
 def store(
     x: Tensor, quantizer: QuantizerDefinition, *, dim: int = -1, key: noise.Key | int | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Quantize to what files hold, with the Triton kernels.
+    """Quantize to the fields of a `storage.QuantizedTensor`, with the Triton kernels.
 
     Args:
         x, quantizer, dim, key: as in `fake_quantize`.
 
     Returns:
-        (codes, block scales, tensor scale) as `storage.QuantizedTensor` has them, or None where
-        those kernels are not in force or do not cover the call.
+        (codes, block scales, tensor scale), or None if the Triton kernels are not selected or do
+        not support the call.
     """
     x = x.detach()
     if (
@@ -182,7 +184,7 @@ def store(
 
 
 def _module(quantizer: QuantizerDefinition) -> ModuleType:
-    """Return the module that quantizes now, or notes in torch.compile's graph what to do later."""
+    """Return `operators` while torch.compile traces (registered formats only), else `in_force`."""
     return operators if operators.in_graph(quantizer) else in_force
 
 
@@ -191,7 +193,7 @@ def _detached(x: Tensor | None) -> Tensor | None:
 
 
 def _given(amax: Tensor | None, quantizer: QuantizerDefinition, x: Tensor) -> Tensor | None:
-    """Return the given largest magnitude, fp32 beside x, where a tensor scale is made of it."""
+    """Return `amax` in fp32 on the device of x, or None if there is no tensor scale to set."""
     if amax is None or not quantizer.two_level:
         return None
     return amax.detach().to(x.device, torch.float32)

@@ -1,4 +1,4 @@
-"""The choice of kernels: those asked for, or the fastest that can run on a device."""
+"""The choice of kernels: the requested ones, or the fastest that can run on a device."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from metis_hf.numerics.kernels.request import (
     warn_once,
 )
 
-# benchmarks/quantizers.py: reference over compiled, 4096 x 1024, one core.
+# Time of the reference / time of the C++ (benchmarks/quantizers.py, 4096 x 1024, one core).
 REFERENCE_SLOWER = "5 to 19"
 
-_failed = False  # the compilation of the library for CPUs
+_failed = False  # whether compiling the library for CPUs failed
 
 
 def kernels_for(*tensors: Tensor) -> str:
-    """Return the kernels for one call; the reference while torch.compile traces.
+    """Return the name of the kernels for one call; "reference" while torch.compile traces.
 
     Raises:
-        ValueError: those asked for do not exist.
-        RuntimeError: they cannot run here.
+        ValueError: the requested kernels do not exist.
+        RuntimeError: the requested kernels cannot run here.
     """
     chosen = requested()
     if chosen == "reference" or torch.compiler.is_compiling():
         return "reference"
-    # Tensors that only stand for tensors: fake ones, distributed ones, ones of a tracing mode or
-    # without storage.
+    # Tensors without readable memory of their own: fake, distributed, traced or meta tensors.
     x = tensors[0]
     if any(type(t) is not Tensor for t in tensors) or _get_current_dispatch_mode() is not None:
         return "reference"
@@ -54,7 +53,7 @@ def kernels_for(*tensors: Tensor) -> str:
 
 
 def missing(kernels: str, device: torch.device) -> str | None:
-    """Name the part that kernels lack on this device; None if nothing."""
+    """Name the unmet requirement of these kernels on a device; None if there is none."""
     if kernels == "triton":
         triton = triton_backend()
         return "package triton" if triton is None else triton.missing(device)
@@ -74,7 +73,7 @@ def triton_backend() -> ModuleType | None:
 
 
 def backend_for(*tensors: Tensor | None) -> ModuleType:
-    """Return the module of `kernels_for`, whose functions are named as in `kernels`."""
+    """Return the module that `kernels_for` names; its functions are named as in `kernels`."""
     kernels = kernels_for(*(t for t in tensors if t is not None))
     if kernels == "compiled":
         try:
@@ -89,7 +88,7 @@ def backend_for(*tensors: Tensor | None) -> ModuleType:
 
 
 def noise_backend(x: Tensor) -> ModuleType | None:
-    """Return the kernels in force where `x` is, if they draw noise."""
+    """Return the module of noise kernels for the device of `x`; None for the reference."""
     backend = backend_for(x)
     if backend is reference or backend is cpu:
         return cpu if backend is cpu else None
@@ -102,7 +101,7 @@ noise.use_kernels_of(noise_backend)
 
 
 def fastest(device: torch.device) -> str:
-    """Return the kernels of the automatic choice: the fastest that a device can run."""
+    """Return the name of the fastest kernels that a device can run."""
     kernels = "triton" if device.type == "cuda" else "compiled"
     if device.type not in ("cpu", "cuda") or (kernels == "compiled" and _failed):
         return "reference"
@@ -114,10 +113,10 @@ def fastest(device: torch.device) -> str:
 
 
 def fall_back(error: Exception) -> None:
-    """Let the reference run on CPUs from now on, unless compiled kernels were asked for.
+    """Let the reference run on CPUs from now on, with a warning.
 
     Raises:
-        Exception: they were.
+        Exception: `error`, if kernels were requested.
     """
     global _failed
     if requested() is not None:
@@ -127,7 +126,7 @@ def fall_back(error: Exception) -> None:
 
 
 def forget_failures() -> None:
-    """Try the compilation again at the next call, and repeat warnings that were given before."""
+    """Retry the compilation at the next call, and repeat warnings already given."""
     global _failed
     _failed = False
     forget_warnings()

@@ -1,16 +1,17 @@
-// NVFP4 quantizers for CPUs: `numerics.definition`, bit for bit, in one pass over memory.
+// NVFP4 quantizers for CPUs, with the same bits as `numerics.definition`, in one pass over memory;
+// a pass for amax comes first if the tensor has an outer scale.
 //
-// Tensors come as `layout.form_of` cuts them. A tile is 16 rows of 16 consecutive elements. Of row
-// blocks each row is a block; of column blocks each column; of squares the whole tile. Scales are
-// computed for the 16 blocks of a tile side by side. Compile without contraction into fused
-// multiply-adds (-ffp-contract=off).
+// Tensors are in the layout of `layout.form_of`. A tile is 16 rows of 16 consecutive elements. With
+// row blocks, each row of a tile is a block; with column blocks, each column; with squares, the
+// whole tile. The scales of a tile's blocks are computed in parallel, one block per lane. Compile
+// without contraction into fused multiply-adds (-ffp-contract=off).
 #include <stdint.h>
 
 #include <algorithm>
 #include <atomic>
 #include <vector>
 
-// Elements of a vector register. Larger vectors than the machine's are lowered badly.
+// Elements per vector register. Compilers generate poor code for vectors wider than the machine's.
 #if defined(__AVX512F__)
 #define W 16
 #define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
@@ -40,7 +41,7 @@ typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
 typedef Floats LooseFloats __attribute__((aligned(4), may_alias));
 typedef Shorts LooseShorts __attribute__((aligned(2), may_alias));
 
-// 16 numbers.
+// 16 integers, 16 floats.
 struct I {
   Ints p[N];
 };
@@ -96,7 +97,7 @@ INLINE I left(I a, int n) {
   EACH r.p[i] = a.p[i] << n;
   return r;
 }
-INLINE I right(I a, int n) {  // without the sign
+INLINE I right(I a, int n) {  // logical shift
   I r;
   EACH r.p[i] = (Ints)((Words)a.p[i] >> n);
   return r;
@@ -126,15 +127,15 @@ INLINE F to_float(I a) {
   EACH r.p[i] = __builtin_convertvector(a.p[i], Floats);
   return r;
 }
-INLINE I to_int(F a) {  // towards zero
+INLINE I to_int(F a) {  // truncates
   I r;
   EACH r.p[i] = __builtin_convertvector(a.p[i], Ints);
   return r;
 }
 INLINE F absolute(F a) { return number(bits(a) & 0x7fffffff); }
-INLINE F at_most(F a, float top) {  // NaN stays
+INLINE F at_most(F a, float top) {  // NaN stays NaN
   F limit = all(top);
-#if defined(__AVX__)  // one instruction, which compilers do not find
+#if defined(__AVX__)  // one instruction, which compilers do not emit on their own
   F r;
   EACH asm("vminps %2, %1, %0" : "=v"(r.p[i]) : "v"(limit.p[i]), "vm"(a.p[i]));
   return r;
@@ -152,7 +153,7 @@ INLINE I larger(I a, I b) {
 #endif
 }
 
-// Interleave two rows: their first halves, or their second ones.
+// Interleaves the first or the second halves of two rows.
 INLINE I interleave(I a, I b, bool second) {
   I r;
   EACH {
@@ -188,7 +189,7 @@ INLINE float lane(F a, int n) { return a.p[n / W][n % W]; }
 enum { FP32, BF16, FP16 };
 static const float FLT_TOP = 3.4028234663852886e38f, MAGIC = 12582912.f;  // 1.5 * 2^23
 
-// As loops: compilers take conversions of vectors of bytes apart.
+// Plain loops, because compilers scalarize conversions of byte vectors.
 template <typename T>
 INLINE void narrow(T *y, I v) {
   const int32_t *numbers = (const int32_t *)&v;
@@ -239,9 +240,10 @@ INLINE void store(void *y, int64_t at, F v, int dtype) {
 }
 
 
-// Bits that, added to a number's, multiply it by twice E2M1's spacing at a, in [0, 6]: by 1, 2 or 4.
+// An integer that, added to a float's bits, multiplies the float by twice E2M1's spacing at a: by
+// 1, 2 or 4, for a in [0, 6]. For NaN the result is arbitrary.
 INLINE I spacing_of(F a) {
-  I ones = all(0x3f800000);  // magnitudes are ordered as integers; a NaN may give any number
+  I ones = all(0x3f800000);  // bits of magnitudes are ordered like the magnitudes
   return (larger(bits(a), ones) & 0x7f800000) - ones;
 }
 INLINE F nearest(F a) {  // [0, 6] to E2M1, ties to even
@@ -254,7 +256,7 @@ INLINE F stochastic(F a, F uniform) {  // as `rounding.round_stochastic`
   F up = pick(steps - whole > uniform, all(1.f), all(0.f));
   return pick(a == a, (whole + up) * number(bits(all(.5f)) + spacing), a);
 }
-INLINE F e4m3(F v, int up) {  // [0, 448] or NaN, still fp32
+INLINE F e4m3(F v, int up) {  // rounds [0, 448] or NaN to E4M3, kept in fp32
   I b = bits(v), cut;
   F small;
   if (up) {
@@ -289,7 +291,7 @@ INLINE F e2m1_values(I code) {
   return number(bits(a) | left(code & 8, 28));
 }
 
-// ---------------------------------------------------------------- noise, as `noise`
+// ---------------------------------------------------------------- noise, as in `noise`
 
 static const uint32_t M1 = 0x7feb352du, M2 = 0x846ca68bu;
 INLINE uint32_t mix(uint32_t h) {
@@ -297,7 +299,7 @@ INLINE uint32_t mix(uint32_t h) {
   h = (h ^ h >> 15) * M2;
   return h ^ h >> 16;
 }
-INLINE F uniform(I block, I lanes) {  // from hashes
+INLINE F uniform(I block, I lanes) {  // from hashes of blocks and lanes
   I h = times(block ^ lanes, M1);
   h = times(h ^ right(h, 15), M2);
   I whole;
@@ -313,7 +315,7 @@ enum { ABSMAX, TRIED, EDEN };
 extern "C" {
 struct Options {
   int32_t tile, rule, two_level, up, stochastic, scaled, rows, in, out;
-  int32_t tried;  // scales
+  int32_t tried;  // number of candidate scales
   float factors[8];
   float largest_value, to_code, clip;
   float smallest_base, largest_error, error_root, largest_product, product_units;
@@ -322,27 +324,27 @@ struct Call {
   const void *x;
   const float *minus, *plus, *given;
   void *y;         // values, or codes
-  uint8_t *scale;  // of packed codes
+  uint8_t *scale;  // block scales of packed codes
   float *decode;
-  int64_t groups, columns;  // of 16 rows, of 16 columns; of row blocks: blocks, 1
-  uint32_t first, second;   // of noise
+  int64_t groups, columns;  // number of 16-row groups, of 16-column groups; row blocks: blocks, 1
+  uint32_t first, second;   // seeds of the noise
 };
 }
 
-static const int ABREAST = 4;  // tiles
+static const int ABREAST = 4;  // most tiles processed together
 
 struct Task {
   Options o;
   Call c;
   I lanes;
-  float encode, decode;  // of the tensor's outer scale, where rows have none
+  float encode, decode;  // the tensor's outer scale, if rows have none of their own
 
   int64_t tiles() const { return o.tile == ROWS ? (c.groups + 15) / 16 : c.groups * c.columns; }
-  int64_t place(int64_t tile) const {  // of its first row, in rows of 16
+  int64_t place(int64_t tile) const {  // of a tile's first row, in units of 16 elements
     return o.tile == ROWS ? tile * 16 : tile / c.columns * 16 * c.columns + tile % c.columns;
   }
-  int64_t step() const { return o.tile == ROWS ? 1 : c.columns; }  // from row to row
-  int count(int64_t tile) const {  // of rows
+  int64_t step() const { return o.tile == ROWS ? 1 : c.columns; }  // row stride in the same units
+  int count(int64_t tile) const {  // number of rows
     return o.tile == ROWS ? (int)std::min<int64_t>(16, c.groups - tile * 16) : 16;
   }
 };
@@ -352,7 +354,7 @@ INLINE F read(const Task &t, int64_t place) {
   return t.c.minus ? x - load(t.c.minus, place * 16, FP32) : x;
 }
 
-// The largest magnitude of each block. As integers: a NaN is larger than all numbers.
+// The largest magnitude of each block. Compared as integers, NaN is larger than all numbers.
 INLINE F block_amax(const F *m, int tile) {
   I a[16];
   for (int r = 0; r < 16; r++) a[r] = bits(absolute(m[r]));
@@ -379,12 +381,12 @@ INLINE Scales make_scale(F wanted, F decode, const Options &o) {
 
 INLINE I whole(F x, float top, float units) { return to_int(at_most(x, top) * units); }
 
-// The scale of least error, of several; `a`: magnitudes, with a block in each lane.
+// The candidate scale with the least error; `a`: magnitudes, one block per lane.
 INLINE Scales least_error(const F *a, F amax, F encode, F decode, const Options &o) {
   F base = amax / all(6.f), wanted[16];
   if (o.two_level) base = base * encode;
   F to_base = all(1.f) / pick(base < o.smallest_base, all(o.smallest_base), base);
-  to_base = to_base * o.error_root;  // a power of two: a square then is in whole units
+  to_base = to_base * o.error_root;  // a power of two, which scales squares to whole units
   for (int e = 0; e < 16; e++)
     wanted[e] = o.two_level ? at_most(a[e] * encode, FLT_TOP) : a[e];
   Scales best = {};
@@ -404,7 +406,7 @@ INLINE Scales least_error(const F *a, F amax, F encode, F decode, const Options 
   return best;
 }
 
-// MS-EDEN's correction of a scale; `m`: elements, with a block in each lane.
+// MS-EDEN's corrected scale; `m`: elements, one block per lane.
 INLINE F corrected(const F *m, Scales s, F noise, const Options &o) {
   I energy = all(0), projection = all(0);
   for (int e = 0; e < 16; e++) {
@@ -446,7 +448,7 @@ INLINE Scales scales_of(const Task &t, int64_t tile, const F *m, int count) {
   F to_code = all(o.to_code);
   Scales s = make_scale(amax * (o.two_level ? encode * to_code : to_code), decode, o);
   if (o.rule == EDEN) {
-    // A number for each block, in groups of 16: of a square the lane that it is in.
+    // Noise has one number per block, drawn in groups of 16; a square uses one lane of its group.
     int64_t group = o.tile == SQUARES ? tile / 16 : tile;
     I lanes = t.lanes;
     if (o.tile == SQUARES) lanes = bits(all(lane(number(lanes), tile % 16)));
@@ -459,7 +461,7 @@ INLINE Scales scales_of(const Task &t, int64_t tile, const F *m, int count) {
 struct Tile {
   F m[16];
   Scales s;
-  float scale[16], inverse[16], decode[16];  // of row blocks
+  float scale[16], inverse[16], decode[16];  // for row blocks only
   I codes[16];
 };
 
@@ -515,7 +517,7 @@ INLINE void write_codes(const Task &t, int64_t tile, const Tile &w, int count) {
     narrow(t.c.scale + tile * 16, bytes);
 }
 
-// Quantize tiles side by side: memory is read and written along the rows of several.
+// Quantizes adjacent tiles together, so that memory is read and written along their joint rows.
 template <bool PACK>
 INLINE void quantize_tiles(const Task &t, int64_t tile, int tiles) {
   Tile w[ABREAST];
@@ -561,8 +563,8 @@ INLINE void unpack_tile(const Task &t, int64_t tile) {
   }
 }
 
-// OpenMP's entry into a parallel region, of the library whose threads torch uses: threads beside
-// those wait for cores that they keep busy between torch's operations.
+// GOMP_parallel of the OpenMP library that torch uses. Other threads would wait for the cores that
+// torch's threads keep busy between operations.
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 static Parallel parallel;
 

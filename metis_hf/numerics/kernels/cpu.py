@@ -1,6 +1,7 @@
-"""The quantizers for CPUs: calls of `cpu.cpp` through ctypes.
+"""The NVFP4 quantizers and noise on CPUs: calls of `cpu.cpp` through ctypes.
 
-`fake_quantize`, `pack` and `unpack` take tensors for which `layout` has a form.
+The results equal `reference` and `noise` bit for bit. Calls must satisfy `layout.covers`, and for
+`pack` and `unpack` also `layout.packs`.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ class _Call(ctypes.Structure):
 
 
 class Specialization(NamedTuple):
-    """The choices of a call, by which its options are kept."""
+    """The choices of one call: the key under which its C options are cached."""
 
     task: str  # the library's function
-    dims: tuple[int, ...]  # inside a block, of the tensor's form
+    dims: tuple[int, ...]  # dimensions inside a block, of the tensor's form
     two_level: bool
     scale_up: bool = False
     stochastic: bool = False
@@ -173,13 +174,13 @@ def run(
     """Call the library.
 
     Args:
-        variant: of the call.
-        key: noise key, where elements or scales are rounded at random.
-        x: a form, or codes.
-        others: outer scale's amax, minus, plus; of `unpack` block scales, outer scale, plus.
+        variant: choices of the call.
+        key: noise key, if elements or scales are rounded stochastically.
+        x: elements or codes, in a `layout.Form`.
+        others: outer scale's amax, minus, plus; for `unpack` block scales, outer scale, plus.
 
     Raises:
-        CompilationError: there is no library.
+        CompilationError: the library cannot be compiled or loaded.
     """
     library = cpu_library.load()
     call = _Call(x=x.data_ptr())
@@ -198,10 +199,10 @@ def run(
 
 
 def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
-    """See `noise.uniform`; not empty.
+    """Compute `noise.uniform` for a shape that is not empty.
 
     Raises:
-        CompilationError: there is no library.
+        CompilationError: the library cannot be compiled or loaded.
     """
     out = torch.empty(shape, dtype=torch.float32, device=device)
     width = shape[-1] if shape else 1

@@ -1,7 +1,7 @@
-"""The C++ library for CPUs: `cpu.cpp`, compiled once for this machine.
+"""Compiles and loads the C++ library for CPUs, `cpu.cpp`.
 
-It is kept in `$XDG_CACHE_HOME/metis_hf` (`~/.cache/metis_hf`), under a name made of the source, the
-compiler and the processor's instructions.
+The library is cached in `$XDG_CACHE_HOME/metis_hf` (`~/.cache/metis_hf`), under a hash of the
+source, the compiler and the processor's instructions. `cpu` calls it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _lock = threading.Lock()
 
 
 def missing() -> str | None:
-    """Name the part that compiling lacks; None if nothing."""
+    """Name the unmet requirement of the compilation; None if there is none."""
     if compiler():
         return None
     return (
@@ -55,25 +55,25 @@ def compiler() -> str | None:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library, after compiling it where this machine has none.
+    """Load the library from the cache, or compile it.
 
     Raises:
-        CompilationError: that failed.
+        CompilationError: compiling or loading failed.
     """
     with _lock:
         try:
             file = directory() / f"cpu-{_identity()}.so"
             if file.exists():
-                with suppress(CompilationError):  # damaged: compiled again
+                with suppress(CompilationError):  # a damaged file is compiled again
                     return _loaded(file)
             file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=file.parent) as folder:
                 library = build(Path(folder) / "cpu.so")
-                (Path(folder) / "cpu.so").replace(file)  # others never see a half
+                (Path(folder) / "cpu.so").replace(file)  # atomic: no process loads half a file
                 return library
         except CompilationError:
             raise
-        except (OSError, RuntimeError):  # no folder that takes one, or no home: for this process
+        except (OSError, RuntimeError):  # no writable folder or no home: for this process only
             with tempfile.TemporaryDirectory() as folder:
                 return build(Path(folder) / "cpu.so")
 
@@ -82,17 +82,17 @@ def build(out: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile the library to a file and load it.
 
     Args:
-        out: the file.
-        flags: for the compiler, after all others.
+        out: the file to write.
+        flags: compiler flags, appended to the others.
 
     Raises:
-        CompilationError: that failed.
+        CompilationError: compiling or loading failed.
     """
     found = compiler()
     if found is None:
         raise CompilationError(f"there is no {missing()}")
     error = ""
-    for native in (["-march=native"], []):  # not every compiler knows it for every processor
+    for native in (["-march=native"], []):  # not all compilers support it on all processors
         command = [found, *_FLAGS, *native, *flags, str(_SOURCE), "-o", str(out)]
         try:
             done = subprocess.run(command, capture_output=True, text=True)
@@ -122,25 +122,25 @@ def _loaded(file: Path) -> ctypes.CDLL:
 
 
 def openmp() -> ctypes.c_void_p | None:
-    """Return the function that runs another on torch's threads; None, for one: it has no OpenMP."""
+    """Return GOMP_parallel, which runs a function on torch's threads; None if torch has none."""
     function = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
     return ctypes.cast(function, ctypes.c_void_p) if function else None
 
 
 def directory() -> Path:
-    """Return where compiled code is kept."""
+    """Return the folder in which compiled code is cached."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metis_hf"
 
 
 @functools.cache
 def _identity() -> str:
-    """Return a name for the source, the compiler and the processor's instructions."""
+    """Return a hash of the source, the compiler and the processor's instructions."""
     made_for = (compiler(), _FLAGS, platform.machine(), _instructions())
     return hashlib.sha256(repr(made_for).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
 
 
 def _instructions() -> str:
-    """Name the processor's instructions: the library uses all, and fails on another processor."""
+    """List the processor's instructions; the library may use all and fail on other processors."""
     with suppress(OSError):
         for line in _CPU_INFO.read_text().splitlines():
             if line.startswith(("flags", "Features")):

@@ -1,8 +1,8 @@
-"""The epilogue of a GEMM: outer scales, second terms, a bias; and what such terms are made of.
+"""The epilogue of a GEMM (outer scales, added products, a bias), and errors for such products.
 
-Each is computed in fp32, and rounded once. On CUDA devices one Triton kernel does all in one pass,
-where torch takes a pass for each, and slow ones: it promotes each element by itself. Results are
-equal to the bit but for the order of a product's sums.
+Each step is computed in fp32 and rounded once. On CUDA devices one Triton kernel does all steps in
+one pass; elsewhere torch makes one pass per step, slowed down by type promotion. Both give the same
+bits, except that products may be summed in another order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from metis_hf.numerics.kernels.layout import DTYPES
 from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.numerics.kernels.scratch import Scratch
 
-_MAX_ELEMENTS = 2**31 - 2**13  # places are counted in 32 bits, to the end of the last program
+_MAX_ELEMENTS = 2**31 - 2**13  # indices have 32 bits, up to the end of the last program
 
 
 def finish_product(
@@ -31,10 +31,10 @@ def finish_product(
 
     Args:
         out: [.. m p]
-        scales: two at most, fp32: 0-dim, one for each row [.. m 1] or one for each column
-            [.. 1 p]. They are multiplied with each other first.
+        scales: at most two, fp32, each 0-dim, per row [.. m 1] or per column [.. 1 p]. They are
+            multiplied by each other first.
         bias: [p], rounded to the dtype of `out` first.
-        terms: factors [m k] and [k p] of matrices to add, in the dtype of `out`.
+        terms: pairs [m k], [k p] in the dtype of `out`, whose products are added.
     """
     if not scales and bias is None and not terms:
         return
@@ -48,7 +48,7 @@ def finish_product(
             return
     if scales:
         scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
-        # As a matrix: a GPU rounds a 0-dim factor to the dtype of the product first, a CPU does not
+        # As a matrix, because a GPU, unlike a CPU, first rounds a 0-dim factor to `out`'s dtype.
         out.mul_(scale if scale.dim() or out.device.type == "cpu" else scale.reshape(1, 1))
     for left, right in terms:
         out.addmm_(left, right)
@@ -64,18 +64,18 @@ def error_along(
     lengths: Tensor,
     scratch: Scratch | None,
 ) -> Tensor:
-    """Return the rounding error of x in some directions, times their lengths, in fp32 at least.
+    """Return the rounding error of x along some directions, times their lengths, fp32 at least.
 
-    It is ((x - values * scale) @ directions) * lengths [m k], the difference and the product
-    rounded to the dtype of `values`. The scratch memory of the call keeps the largest magnitude.
+    It is ((x - values * scale) @ directions) * lengths [m k], with the difference and the product
+    rounded to the dtype of `values`.
 
     Args:
         x: [m n]
         values: [m n]
-        scale: 0-dim, or one for each row [m 1] or column [1 n], fp32; None: 1.
+        scale: 0-dim, per row [m 1] or per column [1 n], fp32; None: 1.
         directions: [n k]
         lengths: [k]
-        scratch: of the call.
+        scratch: memory of the layer's call, in which the kernel caches the largest magnitude.
     """
     given = [x, lengths, *([] if scale is None else [scale])]
     same = x.shape == values.shape and lengths.dtype is torch.float32

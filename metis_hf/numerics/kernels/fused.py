@@ -1,15 +1,16 @@
-"""Kernels for CUDA devices that rotate a matrix or take off a low-rank part, in the same passes.
+"""Finds the CUDA kernels that rotate a matrix or subtract a low-rank part while they quantize it.
 
-*A low-rank part*, low + Q(x - low): the packed factors are multiplied out for each tile, on tensor
-cores, and no matrix of fp32 is read or written: see `triton_tiles.low_rank_of`. Sums differ in
-their last bits from a GEMM's; half way and on (`pack_with_values`, `unpack`) are the whole way, to
-the bit.
+*Low-rank part*: low + Q(x - low). The kernels multiply the packed factors for each tile, on tensor
+cores, without an fp32 matrix in memory; see `triton_tiles.low_rank_of`. The sums differ from a
+GEMM's in their last bits. `pack_with_values` followed by `unpack` gives the same bits as
+`fake_quantize`.
 
-*A rotation* in groups of n = 2^s entries x, which become H D x: random signs D, and Sylvester's
-matrix H / sqrt(n). In registers, by butterflies in fp32: entries times their sign / sqrt(n); then,
-for d = 1, 2, 4 .. n/2, each two entries that lie d apart become their sum and their difference.
-Back: times 1 / sqrt(n), the same stages, times the signs. Everywhere else `transforms.hadamard`
-does it, as a product with a matrix, whose sums differ from the butterflies' in their last bits.
+*Rotation*: groups x of n = 2^s entries become H D x, with random signs D and Sylvester's matrix
+H / sqrt(n). The kernels use fp32 butterflies in registers: they multiply each entry by its sign /
+sqrt(n); then, for d = 1, 2, 4 .. n/2, they replace entries d apart by their sum and difference. The
+inverse multiplies by 1 / sqrt(n), runs the same stages, and multiplies by the signs. Everywhere
+else `transforms.hadamard` multiplies by a matrix; its sums differ from the butterflies' in their
+last bits.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from metis_hf.numerics.kernels.choice import kernels_for, triton_backend
 from metis_hf.numerics.kernels.layout import BLOCK, DTYPES, covers_rule, has_kernel
 from metis_hf.numerics.layout import Tile
 
-_WIDEST = 128  # rank of a low-rank part
-_MOST = 2**30  # elements: places in padded tiles are counted in 32 bits
+_WIDEST = 128  # largest rank of a low-rank part
+_MOST = 2**30  # elements: indices in padded tiles have 32 bits
 
 
 def taking_low(
     lengths: Tensor, quantizer: QuantizerDefinition, *, dim: int, shape: tuple[int, int]
 ) -> ModuleType | None:
-    """Return the module of kernels that take a `low`, for [t c] and a part of these lengths.
+    """Return the module of kernels that take a `low` with these lengths; None if there is none.
 
-    None where there is none. Its functions are named as in `kernels`.
+    `shape` is the shape of the matrix [t c]. The module's functions are named as in `kernels`.
     """
     (rows, columns), rank = shape, len(lengths)
-    # Rows of whole pairs of blocks, or whole blocks of columns, in all that is packed.
+    # Row blocks: rows are whole pairs of blocks. Column blocks: widths are multiples of 16.
     whole = columns % (2 * BLOCK) == 0 if dim % 2 else (columns | rank) % BLOCK == 0
     known = (
         whole
@@ -57,12 +58,13 @@ def taking_groups(
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, int] | None = None,
 ) -> ModuleType | None:
-    """Return the module of kernels that take `groups` along `dim`, as blocks lie; or None.
+    """Return the module of kernels that take `groups` along the blocks' dimension `dim`; or None.
 
     Args:
-        x: [t c], not empty; or codes of a rotated matrix, of this `shape`.
+        x: [t c], not empty; or the codes of a rotated matrix.
         quantizer, dim: as in `kernels`.
-        dtype: of values.
+        dtype: dtype of the values.
+        shape: shape of the rotated matrix, if `x` holds its codes.
     """
     known = dtype in DTYPES
     if shape is None:

@@ -1,4 +1,7 @@
-"""The quantizers of `kernels`, computed by the kernels in force where they cover a call."""
+"""The quantizers of `kernels`, dispatched to the selected kernels on any device.
+
+The reference computes calls that those kernels do not support. The bits are the same.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from metis_hf.numerics.kernels.request import or_reference
 def fake_quantize(
     x: Tensor, quantizer: QuantizerDefinition, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`, whose options are all given."""
+    """See `kernels.fake_quantize`; every option is required."""
     dim, dtype, minus, plus = (options[name] for name in ("dim", "dtype", "minus", "plus"))
     if covers(x, quantizer, dim, dtype, minus, plus):
         with or_reference:
@@ -27,7 +30,7 @@ def fake_quantize(
 
 
 def pack(x: Tensor, quantizer: QuantizerDefinition, **options: Any) -> Packed:
-    """See `kernels.pack`, whose options are all given."""
+    """See `kernels.pack`; every option is required."""
     dim, minus = options["dim"], options["minus"]
     known = packs(x.shape, quantizer.tile, dim)
     if known and covers(x, quantizer, dim, torch.float32, minus, None):
@@ -37,7 +40,7 @@ def pack(x: Tensor, quantizer: QuantizerDefinition, **options: Any) -> Packed:
 
 
 def unpack(packed: Packed, quantizer: QuantizerDefinition, **options: Any) -> Tensor:
-    """See `kernels.unpack`, whose options are all given."""
+    """See `kernels.unpack`; every option is required."""
     dim, shape, dtype, plus = (options[name] for name in ("dim", "shape", "dtype", "plus"))
     known = quantizer.fmt == NVFP4 and packs(shape, quantizer.tile, dim) and dtype in DTYPES
     if known and (plus is None or plus.dtype is torch.float32):

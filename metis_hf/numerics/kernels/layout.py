@@ -1,4 +1,7 @@
-"""The forms that kernels take tensors in, the way there and back, packed codes, and rotations."""
+"""Memory layouts of the kernels, on any device: blocks, packed codes, low-rank parts, rotations.
+
+Also the conditions under which the kernels support a call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from metis_hf.numerics.scaling import ScaleRule
 
 BLOCK = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that kernels read and write
-# Kernels count places in 32 bits, to the end of the last program and of the last, padded blocks.
+# Kernels use 32-bit indices, up to the end of the last program and of the last, padded blocks.
 _MAX_ELEMENTS = 2**31 - 2**13
 _ROW_DIMS, _PAIR_DIMS, _COLUMN_DIMS, _SQUARE_DIMS = (1,), (2,), (1,), (1, 3)
 
@@ -30,16 +33,16 @@ def readable(x: Tensor) -> Tensor:
 
 
 class Form(NamedTuple):
-    """A tensor as kernels take it."""
+    """A tensor cut into blocks, the input of kernels."""
 
     x: Tensor  # [b 16], [p 2 16] or [g 16 c 16], contiguous
-    dims: tuple[int, ...]  # inside a block
-    padded: torch.Size  # of the tensor before it was cut
-    shape: torch.Size  # without padding
+    dims: tuple[int, ...]  # dimensions inside a block
+    padded: torch.Size  # shape of the padded tensor before it was cut
+    shape: torch.Size  # shape without padding
 
     def restore(self, values: Tensor) -> Tensor:
-        """Give a result of the form of `x` the original shape."""
-        if values.dim() == 3:  # perhaps with half a pair too much
+        """Reshape a result in the layout of `x` to the original shape."""
+        if values.dim() == 3:  # the last pair may contain a block of padding
             values = values.view(-1)[: self.padded.numel()]
         values = values.view(self.padded)
         if self.padded == self.shape:
@@ -51,15 +54,16 @@ class Form(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A quantized matrix that waits for its use: 4.5 bits an element for NVFP4, and 32 more.
+    """A quantized matrix in memory: 4.5 bits per element for NVFP4, plus a 32-bit tensor scale.
 
-    In a layout for work, not for files: in `to_blocks` order, 4-bit codes two to a byte, of which
-    the second (in the high nibble) lies `run_of` elements after the first.
+    The layout is for kernels, not for files: codes are in `to_blocks` order. A byte holds two 4-bit
+    codes; the second (in the high nibble) lies `run_of` elements after the first.
 
     Attributes:
         codes: uint8.
-        scale: block scales in their stored dtype [blocks]; of row blocks an even number.
-        global_scale: fp32, 0-dim or one for each row [t 1], or None.
+        scale: block scales in their stored dtype [blocks]; padded to an even number for row blocks
+            of 4-bit codes.
+        global_scale: fp32, 0-dim or one per row [t 1], or None.
     """
 
     codes: Tensor
@@ -68,10 +72,10 @@ class Packed(NamedTuple):
 
 
 class Low(NamedTuple):
-    """A matrix (left * lengths) @ right of low rank, which kernels take off or add; see `fused`.
+    """A low-rank matrix (left * lengths) @ right, which kernels subtract or add; see `fused`.
 
     Attributes:
-        left, right: [t k] and [k c], packed along one dimension.
+        left, right: [t k] and [k c], both packed along the same dimension.
         lengths: [k], fp32.
     """
 
@@ -84,9 +88,9 @@ class Groups(NamedTuple):
     """The rotation of a matrix in groups along one of its dimensions; see `fused`.
 
     Attributes:
-        size: of a group; a power of two from 16 to 128 that divides the length of the dimension,
-            rounded up to a multiple of 16.
-        signs: noise key of D [size], the same for all groups; None: no signs.
+        size: entries per group; a power of two from 16 to 128 that divides the length of the
+            dimension, rounded up to a multiple of 16.
+        signs: noise key of the signs D [size], the same for all groups; None for no signs.
     """
 
     size: int
@@ -115,9 +119,10 @@ def blocked_shape(
 
 
 def run_of(blocked: Sequence[int], tile: Tile, dim: int) -> int:
-    """Return the distance between the two elements of a byte, for a matrix cut into blocks.
+    """Return the distance in elements between the two codes of a byte of a packed matrix.
 
-    The next block of the same row, or the other half of the same column block or square.
+    The second code is in the next block of the same row, or in the other half of the same column
+    block or square. `blocked` is the shape of the matrix cut into blocks.
     """
     if tile is Tile.TENSOR or in_row_blocks(tile, dim):
         return blocked[-1]
@@ -149,12 +154,12 @@ def has_form(x: Tensor, tile: Tile, dim: int) -> bool:
         return True
     if ndim < 2 or (tile is Tile.ROW and dim % ndim != ndim - 2):
         return False
-    # Rows added in the middle of a tensor would move the noise of those after them.
+    # Padding rows in the middle of a tensor would shift the noise of the rows after them.
     return ndim == 2 or x.shape[-2] % BLOCK == 0
 
 
 def has_kernel(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
-    """Return whether kernels quantize a tensor so."""
+    """Return whether kernels support this quantizer for a tensor, with blocks along `dim`."""
     return (
         quantizer.fmt == NVFP4
         and covers_rule(x.shape, quantizer, dim)
@@ -171,26 +176,26 @@ def covers(
     minus: Tensor | None,
     plus: Tensor | None,
 ) -> bool:
-    """Return whether kernels have a form for this call of `fake_quantize`."""
+    """Return whether kernels support this call of `fake_quantize`."""
     return (
         has_kernel(x, quantizer, dim)
         and dtype in DTYPES
         and all(t is None or t.dtype is torch.float32 for t in (minus, plus))
-        # The difference from an fp64 tensor is one in fp64.
+        # The reference subtracts from an fp64 tensor in fp64.
         and (minus is None or x.dtype in DTYPES)
     )
 
 
 def _padded_count(shape: torch.Size) -> int:
-    """Return the elements of a tensor whose last two dimensions end with whole blocks."""
+    """Return the number of elements with the last two dimensions padded to whole blocks."""
     count = 1
-    for place, size in enumerate(reversed(shape)):  # plainly: torch.compile reads it too
+    for place, size in enumerate(reversed(shape)):  # plain code, which torch.compile can trace
         count *= -(-size // BLOCK) * BLOCK if place < 2 else size
     return count
 
 
 def covers_rule(shape: Sequence[int], quantizer: QuantizerDefinition, dim: int) -> bool:
-    """Return whether kernels have the rule here: MS-EDEN numbers blocks, without padding."""
+    """Return whether kernels support the scale rule; padding must not renumber MS-EDEN's blocks."""
     if quantizer.scale_rule is not ScaleRule.EDEN:
         return True
     along_rows = quantizer.tile is Tile.ROW and dim % max(len(shape), 1) == len(shape) - 1
@@ -199,16 +204,16 @@ def covers_rule(shape: Sequence[int], quantizer: QuantizerDefinition, dim: int) 
 
 
 def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Form:
-    """Pad a tensor to whole blocks and cut it; for tensors with `has_form`.
+    """Pad a tensor with `has_form` to whole blocks and cut it.
+
+    The last dimension is padded even if blocks run along another one, because noise is drawn in
+    groups of 16 along it.
 
     Args:
         x: the tensor.
         tile: shape of its blocks.
-        dim: that row blocks run along.
-        paired: row blocks two by two, [p 2 16], a block of zeros after an odd number.
-
-    The last dimension is padded whatever dimension blocks run along: noise is drawn in groups of
-    16 along it.
+        dim: the dimension that row blocks run along.
+        paired: whether to pair row blocks, [p 2 16], with a block of zeros after an odd number.
     """
     shape = x.shape
     along_rows = tile is Tile.ROW and dim % x.dim() == x.dim() - 1
@@ -231,11 +236,11 @@ def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Form:
 
 
 def amax_of_rows(x: Tensor, minus: Tensor | None, *, paired: bool = False) -> Tensor:
-    """Return the largest magnitude of its row for each row block, fp32 [b 1] or [p 2 1].
+    """Return, for each row block, the largest magnitude of its row, fp32 [b 1] or [p 2 1].
 
     Args:
         x: [.. n].
-        minus: of the shape of `x`, taken off before.
+        minus: in the shape of `x`, subtracted first.
         paired: as in `form_of`.
     """
     rows = x if minus is None else x - minus
@@ -243,19 +248,19 @@ def amax_of_rows(x: Tensor, minus: Tensor | None, *, paired: bool = False) -> Te
 
 
 def scale_of_rows(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return outer scales of rows [.. 1] from what there is for each row block."""
+    """Return the outer scale of each row [.. 1] from copies for each row block."""
     across = -(-shape[-1] // BLOCK)
     rows = math.prod(shape[:-1])
     return scale.flatten()[: rows * across].view(rows, across)[:, 0].reshape(*shape[:-1], 1)
 
 
 def scale_of_pairs(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return an outer scale of rows [t 1] for each row block [p 2 1] of a matrix that `packs`."""
+    """Repeat outer scales of rows [t 1] for each row block [p 2 1] of a matrix that `packs`."""
     return _repeated(scale, shape[-1], paired=True)
 
 
 def _repeated(rows: Tensor, length: int, paired: bool) -> Tensor:
-    """Repeat rows [t 1] for their blocks [b 1] or [p 2 1]; zero for one beyond an odd number."""
+    """Repeat numbers of rows [t 1] for their blocks [b 1] or [p 2 1]; zero for a padding block."""
     blocks = rows.repeat_interleave(-(-length // BLOCK), 0)
     if not paired:
         return blocks
@@ -263,7 +268,7 @@ def _repeated(rows: Tensor, length: int, paired: bool) -> Tensor:
 
 
 def packs(shape: Sequence[int], tile: Tile, dim: int) -> bool:
-    """Return whether kernels pack a matrix as the reference, which pads blocked dimensions only."""
+    """Return whether kernels pack a matrix like the reference, which pads only blocked dims."""
     if len(shape) != 2 or tile is Tile.TENSOR:
         return False
     return tile is Tile.SQUARE or in_row_blocks(tile, dim) or shape[1] % BLOCK == 0
@@ -272,7 +277,7 @@ def packs(shape: Sequence[int], tile: Tile, dim: int) -> bool:
 def packed_form(
     codes: Tensor, scale: Tensor, shape: tuple[int, int], tile: Tile, dim: int
 ) -> tuple[Form, Tensor]:
-    """Return packed codes and block scales as kernels take them; for matrices that `packs`."""
+    """Return the form of packed codes, and their block scales, of a matrix that `packs`."""
     down, across = -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
     if in_row_blocks(tile, dim):
         padded = torch.Size((shape[0], across * BLOCK))

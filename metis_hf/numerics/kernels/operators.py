@@ -1,8 +1,8 @@
-"""Quantizers as operators: one node each in a graph of torch.compile or torch.export.
+"""Quantizers as custom operators: one node each in a graph of torch.compile or torch.export.
 
-When the graph runs, an operator takes the kernels in force where its tensors are, as eager calls
-do. So a compiled model has the numbers of an eager one to the bit, and nothing of a quantizer is
-traced or compiled again.
+When the graph runs, an operator dispatches to the selected kernels for its tensors' device, as an
+eager call does. A compiled model therefore gives the same bits as an eager one, and torch.compile
+does not trace into quantizers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from metis_hf.numerics.kernels.layout import Packed, packed_shapes
 
 
 def in_graph(quantizer: QuantizerDefinition) -> bool:
-    """Return whether a call becomes an operator: of a named format, while a graph is traced."""
+    """Return whether a call becomes an operator: a graph is traced and the format is registered."""
     fmt = quantizer.fmt
     return torch.compiler.is_compiling() and FORMATS.get(fmt.name) == fmt
 
@@ -29,7 +29,7 @@ def in_graph(quantizer: QuantizerDefinition) -> bool:
 def fake_quantize(
     x: Tensor, quantizer: QuantizerDefinition, *, key: noise.Key | int | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`, whose options are all given."""
+    """See `kernels.fake_quantize`; every option is required."""
     values, *missing = _quantize(x, _choices(quantizer), **_parts(key), **options)
     return values, missing[0] if missing else None
 
@@ -37,13 +37,13 @@ def fake_quantize(
 def pack(
     x: Tensor, quantizer: QuantizerDefinition, *, key: noise.Key | int | None, **options: Any
 ) -> Packed:
-    """See `kernels.pack`, whose options are all given."""
+    """See `kernels.pack`; every option is required."""
     codes, scale, *outer = _pack(x, _choices(quantizer), **_parts(key), **options)
     return Packed(codes, scale, outer[0] if outer else None)
 
 
 def unpack(packed: Packed, quantizer: QuantizerDefinition, **options: Any) -> Tensor:
-    """See `kernels.unpack`, whose options are all given."""
+    """See `kernels.unpack`; every option is required."""
     values: Tensor = _unpack(*packed, _choices(quantizer), **options)
     return values
 
@@ -60,7 +60,7 @@ def _key(static: int | None, data: Tensor | None) -> noise.Key | None:
 
 
 def _choices(quantizer: QuantizerDefinition) -> str:
-    """Spell a quantizer, for operators take no objects; the name of a format may have spaces."""
+    """Serialize a quantizer, since operators take no objects; format names may have spaces."""
     q = quantizer
     assert q.scale_rounding is not None
     words = q.rounding.value, q.scale_rounding.value, q.tile.value, q.scale_rule.value
@@ -88,7 +88,7 @@ def _outer_scale(
     return [x.new_empty((*x.shape[:-1], 1) if by_row else (), dtype=torch.float32)]
 
 
-# Schemas are written out where torch 2.8 may not read them from annotations: lists.
+# Schemas with lists are spelled out: torch 2.8 may fail to read lists from annotations.
 _KEY = "int? static, Tensor? data"
 
 

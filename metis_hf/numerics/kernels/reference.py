@@ -1,4 +1,8 @@
-"""The definition of the kernels' results, operation by operation, for every format and tile."""
+"""The reference quantizers, in torch operations: every format and tile, on every device.
+
+These results, from `definition.QuantizerDefinition.blocks`, are the ones that the other
+implementations must match bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +45,10 @@ def fake_quantize(
 
 
 def add_back(values: Tensor, plus: Tensor | None) -> Tensor:
-    """Add values and plus; a value beyond the fp32 range counts as the largest.
+    """Return values + plus, with values above FLT_MAX clamped to it; overwrites `values`.
 
-    That bound is all the same to everything but a tensor with entries at the end of the range. It
-    keeps compilers from contracting the product that `values` are with the sum.
+    The clamp changes only tensors with entries at the end of the fp32 range. It keeps compilers
+    from fusing this sum with the product that gave `values`.
     """
     return values if plus is None else values.clamp_(max=FLT_MAX).to(plus.dtype).add_(plus)
 
@@ -69,7 +73,7 @@ def pack(
         flat = F.pad(codes.flatten(), (0, -codes.numel() % (2 * run))).view(-1, 2, run)
         codes = flat[:, 0] | flat[:, 1] << 4
         if in_row_blocks(quantizer.tile, dim):
-            scale = F.pad(scale, (0, len(scale) % 2))  # as many as there are blocks in `codes`
+            scale = F.pad(scale, (0, len(scale) % 2))  # one for each block in `codes`
     return Packed(codes, scale.to(fmt.scale.dtype), blocks.global_scale)
 
 
@@ -96,7 +100,7 @@ def unpack(
 def blocks_of(
     packed: Packed, quantizer: QuantizerDefinition, *, dim: int, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Unpack the result of `pack`, element by element.
+    """Unpack the result of `pack` to one byte per code.
 
     Args:
         packed, quantizer, dim, shape: as in `kernels.unpack`.
@@ -117,11 +121,11 @@ def blocks_of(
 
 
 def _encode_e2m1(values: Tensor) -> Tensor:
-    """Compute `E2M1.encode`, several times faster.
+    """Compute `E2M1.encode` several times faster, through fp16.
 
-    The code of an E2M1 value is what its fp16 bit pattern starts with, once 1.0 is scaled down to
-    fp16's smallest normal number, so that 0.5 is subnormal in both: sign, two bits of exponent
-    (fp16's other ones are zero), one of mantissa.
+    Scaled so that 1.0 becomes fp16's smallest normal number, which makes 0.5 subnormal in both
+    formats, a value has its E2M1 code in its fp16 bits: the sign, two exponent bits (the other
+    exponent bits are zero) and one mantissa bit.
     """
     bits = (values * _SMALLEST_HALF).to(torch.float16).view(torch.int16)
     magnitude = (bits >> 9).bitwise_and_(7)
@@ -129,7 +133,7 @@ def _encode_e2m1(values: Tensor) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
-    """Compute `E2M1.decode`, the same way back."""
+    """Compute `E2M1.decode`, by the inverse of `_encode_e2m1`."""
     codes = codes.to(torch.int16)
     bits = (codes & 7).bitwise_left_shift_(9).bitwise_or_((codes & 8) << 12)
     return bits.view(torch.float16).float().mul_(1 / _SMALLEST_HALF)

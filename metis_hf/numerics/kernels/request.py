@@ -1,4 +1,4 @@
-"""The kernels that were asked for, and those that failed to compile."""
+"""The user's request for kernels, and the kernels that failed to compile."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 KERNELS = ("reference", "compiled", "triton")
 ENVIRONMENT = "METIS_KERNELS"
 
-failed_kernels: dict[Hashable, str] = {}  # of Triton, and why
+failed_kernels: dict[Hashable, str] = {}  # Triton's: key of the launch -> reason
 _chosen: str | None = os.environ.get(ENVIRONMENT) or None  # None: automatic
 _warned: set[str] = set()
 
 
 class CompilationError(RuntimeError):
-    """Raised where kernels could not be compiled or loaded."""
+    """Raised when kernels cannot be compiled or loaded."""
 
 
 def requested() -> str | None:
-    """Return the kernels that were asked for; None: the choice is automatic.
+    """Return the name of the requested kernels; None if the choice is automatic.
 
     Raises:
-        ValueError: they do not exist.
+        ValueError: the requested kernels do not exist.
     """
     _check(_chosen)
     return _chosen
@@ -38,7 +38,7 @@ def use_kernels(kernels: str | None) -> Iterator[None]:
         kernels: "reference", "compiled", "triton", or None for the automatic choice.
 
     Raises:
-        ValueError: another name.
+        ValueError: unknown name.
     """
     global _chosen
     _check(kernels)
@@ -58,9 +58,10 @@ def _check(kernels: str | None) -> None:
 
 
 class _OrReference:
-    """Goes on behind a block in which a Triton kernel failed to compile, with a warning.
+    """Context manager: turns a kernel's CompilationError into one warning.
 
-    Where kernels were asked for the error is raised.
+    The code after the block then falls back to the reference. If the user requested kernels, the
+    error propagates instead.
     """
 
     def __enter__(self) -> None:
@@ -80,13 +81,13 @@ or_reference = _OrReference()
 
 
 def forget_warnings() -> None:
-    """Try failed kernels again at the next call, and repeat warnings that were given before."""
+    """Retry failed kernels at the next call, and repeat warnings already given."""
     failed_kernels.clear()
     _warned.clear()
 
 
 def warn_once(message: str) -> None:
-    """Warn, unless this was said before."""
+    """Warn, unless the same warning was given before."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=5)

@@ -1,9 +1,10 @@
-"""The largest magnitudes that tensor scales are made of, of several tensors in one launch.
+"""Largest magnitudes for outer scales on CUDA devices, of several tensors in one launch.
 
-Amax is taken of magnitudes as integers, which are ordered as the numbers, NaN above infinity: a
-GPU's maximum drops NaN, and integers can be compared atomically in any order.
+The results are exact. Magnitudes are compared as integers, which are ordered like the numbers, with
+NaN above infinity: a GPU's float maximum drops NaN, and an atomic integer maximum gives the same
+result in any order.
 
-This module imports triton, so it is imported where it is used only.
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from metis_hf.numerics.kernels.triton_tiles import (
     read,
 )
 
-_TILE_BLOCKS = 32  # squares of a program's tile
+_TILE_BLOCKS = 32  # squares in a program's tile
 _POINTERS = "amax_ptr", "rotated_ptr", "other_ptr", "other_amax_ptr"
 
 
 @triton.jit
 def _keep(bits, amax_ptr, row, rows, BY_ROW: tl.constexpr):
-    """Write the largest magnitude of a tile, or of each of its rows."""
+    """Raise the stored magnitudes to the largest one of a tile, or of each of its rows."""
     if BY_ROW:
         largest = tl.max(tl.max(bits & MAGNITUDE, 3, keep_dims=True), 2, keep_dims=True)
         tl.atomic_max(amax_ptr + row, largest, mask=row < rows, sem="relaxed")
@@ -49,11 +50,11 @@ def find_amax(
     GR: tl.constexpr, GC: tl.constexpr, BY_ROW: tl.constexpr, SIZE: tl.constexpr,
     SIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write largest magnitudes, as bits, into int32 that are 0.
+    """Write largest magnitudes, as bits, into int32 words that are 0.
 
-    The one of x - minus goes to `amax_ptr`, of the rotated x to `rotated_ptr`; with BY_ROW there is
-    one for each row. With a WIDTH `minus` is a low-rank matrix. Programs from number `tiles` on
-    read `count` elements at `other_ptr`.
+    The magnitude of x - minus goes to `amax_ptr`, after rotation to `rotated_ptr`; with BY_ROW
+    there is one per row. If WIDTH > 0, `minus` is a low-rank matrix. Programs from number `tiles`
+    on read the `count` elements at `other_ptr`, whose magnitude goes to `other_amax_ptr`.
     """
     if other_ptr is None or tl.program_id(0) < tiles:
         place = place_of_tile(rows, columns, GR, GC)
@@ -76,12 +77,12 @@ def find_amax(
 
 
 class Outer(NamedTuple):
-    """The scales above block scales: of a tensor, or of its rows."""
+    """The outer scale of a tensor, or of its rows."""
 
     amax: Tensor | None = None  # int32, bits of the largest magnitudes
-    decode: Tensor | None = None  # fp32, yet to be written
-    blocks: int = 1  # of the tensor, where its rows have scales
-    per_row: int = 1
+    decode: Tensor | None = None  # fp32; the quantizing kernel writes it
+    blocks: int = 1  # row blocks in the tensor, if its rows have scales
+    per_row: int = 1  # row blocks in a row
 
 
 def outer_of(
@@ -95,16 +96,16 @@ def outer_of(
     groups: Groups | None = None,
     low: Low | None = None,
 ) -> Outer:
-    """Find the largest magnitudes of x - minus that outer scales are made of.
+    """Find the largest magnitudes of x - minus, from which outer scales are computed.
 
     Args:
-        x: before it is cut into blocks along `dim`.
-        by_row: rows of x have a scale each.
-        minus: contiguous, of the shape of `x`.
-        given: the largest magnitude, where it is known.
-        scratch: of the call, which remembers magnitudes of whole tensors.
-        groups: that are rotated before.
-        low: minus, of low rank.
+        x: the tensor before it is cut into blocks along `dim`.
+        by_row: whether each row of x has a scale.
+        minus: contiguous, in the shape of `x`.
+        given: the largest magnitude, if it is known.
+        scratch: memory of the layer's call, which caches magnitudes of whole tensors.
+        groups: rotation that is applied first.
+        low: a low-rank matrix in place of `minus`.
     """
     shape = x.shape[:-1].numel() if by_row else ()
     decode = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -137,12 +138,13 @@ def _find_beside(
     pointers: dict[str, Tensor],
     found: list[tuple[Measured, Tensor]],
 ) -> Measured:
-    """Add what is expected and fits into the launch: of the same tensor, and of another one.
+    """Add expected magnitudes that fit into the launch, of the same tensor and of one other.
 
-    Nothing of the same tensor where nothing is `found` yet: the launch reads less another one then.
+    If `found` is empty, the launch subtracts a matrix from the tensor, so that other magnitudes of
+    the tensor do not fit.
 
     Returns:
-        The same tensor, with the rotation that the launch makes.
+        The measured tensor, with the rotation that the launch applies.
     """
     turned, whole = measured, bool(found)
     for each in scratch.expected():

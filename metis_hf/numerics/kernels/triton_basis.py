@@ -1,10 +1,11 @@
-"""Orthonormal bases of a few rows in few launches, for CUDA devices; see `transforms.orthogonal`.
+"""Subspace iteration in few launches, on CUDA devices; see `transforms.spectral.dominant_basis`.
 
-Each launch multiplies, and adds up the Gram matrix of its result in parts. The last of its programs
-adds up the parts, and turns the sum into the inverse of a Cholesky factor. The launch after it
-multiplies with that inverse.
+Each launch multiplies matrices; each of its programs also writes its part of the result's Gram
+matrix. The last program to finish adds up the parts and computes the inverse of the Cholesky factor
+of the sum. The next launch multiplies by this inverse. Results differ from the torch operations of
+`transforms.orthogonal` in their last bits.
 
-This module imports triton, so it is imported where it is used only.
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from metis_hf.numerics.kernels.triton_direct import cdiv, launch, padded_block
 from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
-_TILE = 4096  # elements of a program that looks for the largest one
+_TILE = 4096  # elements per program of `find_largest`
 _COUNT = 32  # rows of a sample that a program multiplies at once
-_COLUMNS = 32  # of a tile
-_DEPTH = 32  # columns of an inverse factor that a program holds
+_COLUMNS = 32  # columns per program
+_DEPTH = 32  # columns of an inverse factor that a program holds at once
 _OPTIONS = {"enable_fp_fusion": False}
 _TINY = torch.finfo(torch.float32).tiny
 _LANES = tl.constexpr(noise._LANES)
-# Three products on tensor cores, nearly as good as one in fp32; AMD's compiler has no such choice.
+# Three TF32 products on tensor cores, nearly as precise as fp32; AMD's compiler lacks this option.
 _PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
 
 
 class Limits(NamedTuple):
-    """The share of the old basis in a new one, the length that counts as 0, and the shift."""
+    """`orthogonal.LIMITS`: weight of the old basis, length that counts as 0, diagonal shift."""
 
     trace: float
     zero: float
@@ -44,7 +45,7 @@ class Limits(NamedTuple):
 
 @triton.jit
 def finite_bits(bits):
-    """Return the bits of fp32 numbers, zero for those that are not finite."""
+    """Return the bits of fp32 numbers, with zero for non-finite ones."""
     return tl.where((bits & 0x7F800000) == 0x7F800000, 0, bits)
 
 
@@ -58,7 +59,7 @@ def find_largest(x_ptr, largest_ptr, count, TILE: tl.constexpr):
 
 @triton.jit
 def _scaled(x, largest_ptr, TINY: tl.constexpr):
-    """Return the finite numbers over the largest magnitude, and 0 for others."""
+    """Divide finite numbers by the largest magnitude; return 0 for the others."""
     unit = tl.maximum(tl.load(largest_ptr).to(tl.float32, bitcast=True), TINY)
     value = finite_bits(bits_of(x)).to(tl.float32, bitcast=True)
     return tl.math.div_rn(value, unit + tl.zeros_like(value))
@@ -79,17 +80,17 @@ def _largest_of(sample: Tensor, key: noise.Key) -> Tensor:
 
 @triton.jit
 def _is_last(counter_ptr, count):
-    """Count a program, which has written its share; return whether it is the last of `count`."""
-    tl.debug_barrier()  # all of the share is written before it is counted
+    """Count a program that has written its part; return whether it is the last of `count`."""
+    tl.debug_barrier()  # the whole part is written before it is counted
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
     if last:
-        tl.store(counter_ptr, 0)  # for the next launch
+        tl.store(counter_ptr, 0)  # reset for the next launch
     return last
 
 
 @triton.jit
 def _keep_product(parts_ptr, part, a, b, width):
-    """Write a @ b^T [width width], fp64, as one of the parts of a sum."""
+    """Write a @ b^T [width width], fp64, as part number `part` of a sum."""
     row = tl.arange(0, a.shape[0])[:, None]
     column = tl.arange(0, a.shape[0])[None, :]
     product = tl.zeros((a.shape[0], a.shape[0]), tl.float64)
@@ -113,11 +114,12 @@ def _invert_sum(
     parts_ptr, counters_ptr, inverse_ptr, lengths_ptr, width, WIDTH: tl.constexpr,
     TRACE: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the inverse of the Cholesky factor of a Gram matrix, in the last program.
+    """Let the last program write the inverse of the Cholesky factor of a Gram matrix.
 
-    Each program has written its part of y @ y^T. With lengths, the roots of the diagonal, which are
-    written, the Gram matrix of y / length + TRACE b is meant, and a program's part of y @ b^T comes
-    after its other one. Sums are in a fixed order, first in groups of programs.
+    Each program has written its part of y @ y^T. With `lengths_ptr` the Gram matrix is instead the
+    one of y / length + TRACE b: each program has also written its part of y @ b^T, behind the first
+    part, and the lengths, the roots of the diagonal of y @ y^T, are written to `lengths_ptr`. Sums
+    have a fixed order: first within groups of programs, then over the groups.
     """
     KINDS: tl.constexpr = 1 if lengths_ptr is None else 2
     row = tl.arange(0, WIDTH)[:, None]
@@ -144,17 +146,17 @@ def _invert_sum(
                 cross_ptr, other = parts_ptr + size, column * width + row
                 whole += _sum(cross_ptr, groups, step, at, inside) * (TRACE / down)
                 whole += _sum(cross_ptr, groups, step, other, inside) * (TRACE / along)
-                whole += tl.where((row == column) & inside, TRACE * TRACE, 0.0)  # of b @ b^T
+                whole += tl.where((row == column) & inside, TRACE * TRACE, 0.0)  # b @ b^T, nearly I
             tl.store(inverse_ptr + at, _invert_factor(whole, width, SHIFT), mask=inside)
 
 
 @triton.jit
 def _invert_factor(left, width, SHIFT: tl.constexpr):
-    """Return L^-1, where L L^T is a matrix [width width] with a diagonal a little larger.
+    """Return L^-1, where L L^T is a matrix [width width] with its diagonal times 1 + SHIFT.
 
-    Elimination in place: before step j the columns up to j - 1 hold the inverse of the factor of
-    the leading rows, and the others what is left of the matrix, which stays symmetric. Each step
-    subtracts the product of the column j, below the diagonal, and the row j.
+    Elimination in place: before step j, the columns up to j - 1 hold the inverse of the leading
+    rows' factor; the other columns hold the rest of the matrix, which stays symmetric. Each step
+    subtracts the product of column j, below the diagonal, and row j.
     """
     row = tl.arange(0, left.shape[0])[:, None]
     column = tl.arange(0, left.shape[0])[None, :]
@@ -172,7 +174,7 @@ def _invert_factor(left, width, SHIFT: tl.constexpr):
 
 @triton.jit
 def _basis_at(basis_ptr, row, column, columns, inside):
-    """Load a tile of the basis before, of the identity if there is none."""
+    """Load a tile of the previous basis, or of the identity if there is none; fp64."""
     if basis_ptr is None:
         tile = tl.where((column == row) & inside, 1.0, 0.0)
     else:
@@ -191,10 +193,10 @@ def multiply(
 ):  # fmt: skip
     """Write y = left [width count] @ sample [count columns], its rows' lengths, and L^-1.
 
-    L is the Cholesky factor of the Gram matrix of y / length + TRACE basis; the basis is the
-    identity where there is none. Without `left` it is noise of the key, transposed, less a half,
-    and the sample is made finite, its largest magnitude 1, and written first. Without `inverse` the
-    scaled sample is all that counts.
+    L is the Cholesky factor of the Gram matrix of y / length + TRACE basis; without `basis_ptr` the
+    basis is the identity. Without `left_ptr`, left is the transposed noise of the key minus a half;
+    the sample is then first made finite, scaled to a largest magnitude of 1, and written to
+    `scaled_ptr`. Without `inverse_ptr` only the scaled sample is written.
     """
     row = tl.arange(0, WIDTH)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -238,11 +240,12 @@ def turn(
 ):  # fmt: skip
     """Write before [width width] @ y [width columns], and the inverse factor of its Gram matrix.
 
-    With `lengths` y stands for y / length + TRACE basis, as in `multiply`. Without `inverse` no
-    factor is made. The largest magnitude goes, as bits, into the int32 at `amax_ptr`.
+    With `lengths_ptr`, y is replaced by y / length + TRACE basis, as in `multiply`. Without
+    `inverse_ptr` no factor is computed. The largest magnitude goes, as bits, into the int32 at
+    `amax_ptr`.
 
-    A product with the inverse, unlike a solve row after row, carries errors of nearly dependent
-    rows over to others: hence fp64, in which they are none.
+    Unlike a row-by-row solve, a product with the inverse spreads errors of nearly dependent rows to
+    other rows. The product is therefore in fp64, where these errors are negligible.
     """
     row = tl.arange(0, WIDTH)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -272,7 +275,7 @@ def turn(
 
 
 class _Rows(NamedTuple):
-    """Rows y [w c], and what makes a basis of them; see `multiply`."""
+    """Rows y [w c], and the factors that turn them into a basis; see `multiply`."""
 
     y: Tensor
     inverse: Tensor | None = None  # [w w], fp64
@@ -292,7 +295,7 @@ def _multiply(
     largest: Tensor | None = None,
     scaled: Tensor | None = None,
 ) -> _Rows:
-    """Launch `multiply` of left [w n] and a sample [n c]; without counters it scales that alone."""
+    """Launch `multiply` for left [w n], sample [n c]; without counters only scale the sample."""
     count, columns = sample.shape
     word0, word1 = noise.static_words(key)
     lengths = sample.new_empty(width, dtype=torch.float64)
@@ -314,7 +317,7 @@ def _turn(
     counters: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> _Rows:
-    """Launch `turn`; with counters for another pass."""
+    """Launch `turn`; with counters also compute the factor for another pass."""
     before, lengths, basis = rows[1:]
     given = {"y_ptr": rows.y, "before_ptr": before, "lengths_ptr": lengths, "basis_ptr": basis}
     y = torch.empty_like(rows.y, dtype=dtype)
@@ -325,16 +328,16 @@ def _turn(
 def _launch(
     kernel: Any, out: Tensor, limits: Limits, counters: Tensor | None, kinds: int, **given: Any
 ) -> Tensor | None:
-    """Launch a kernel that writes rows [w c]; return, with counters, their inverse factor [w w].
+    """Launch a kernel that writes rows [w c]; with counters return their inverse factor [w w].
 
-    Its programs write parts of so many `kinds` of products.
+    Each program writes its parts of `kinds` different products.
     """
     (width, columns), parts, inverse = out.shape, None, None
     programs, padded = cdiv(columns, _COLUMNS), padded_block(width)
     if counters is not None:
         parts = out.new_empty(kinds * programs, width, width, dtype=torch.float64)
         inverse = out.new_empty(width, width, dtype=torch.float64)
-    # 8 to 32 numbers of a Gram matrix in each thread
+    # At most 32 numbers of a Gram matrix per thread.
     warps = max(1 if kernel is turn else 4, min(16, padded * padded // 512))
     launch(
         kernel,
@@ -362,7 +365,7 @@ def dominant_basis(
 ) -> Tensor:
     """See `spectral.dominant_basis`; `start` and the result are [k c], fp32.
 
-    The scratch memory of the call keeps the largest magnitude of the result.
+    The key's scratch memory caches the largest magnitude of the result.
     """
     sample = readable(sample.detach()).contiguous()
     scaled = torch.empty(sample.shape, dtype=torch.float32, device=sample.device)

@@ -1,12 +1,12 @@
-"""Launches of Triton kernels that are compiled already, without the search that Triton makes.
+"""Launches of compiled Triton kernels with little overhead, on NVIDIA GPUs.
 
-`kernel[grid](...)` binds every argument by name, describes it to the compiler's backend, and finds
-the compiled kernel under a text of all that: 50 to 90 microseconds for the quantizer's arguments.
-The key here has what a description depends on on NVIDIA's GPUs, and nothing else; it is one
-expression, compiled for each kernel. Wherever this way fails, and with releases that nobody has
-read, launches are the ordinary ones.
+The ordinary launch `kernel[grid](...)` binds every argument by name, describes it to the compiler's
+backend, and looks up the compiled kernel under a string of all descriptions: 50 to 90 microseconds
+for the quantizers' arguments. `launch` uses a key that holds only the properties of arguments on
+which compiled code depends on NVIDIA GPUs; one generated expression per kernel computes the key. If
+this launch fails, and on Triton releases outside `_RELEASES`, `launch` uses the ordinary one.
 
-This module imports triton, so it is imported where it is used only.
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from triton.runtime.errors import InterpreterError
 
 from metis_hf.numerics.kernels.request import CompilationError, failed_kernels
 
-_RELEASES = [(3, minor) for minor in range(6, 10)]  # in which a compiled kernel takes all arguments
-_ALIGNED = 16  # bytes of a pointer, and units of an integer, that Triton looks at
+_RELEASES = [(3, minor) for minor in range(6, 10)]  # whose compiled kernels take all arguments
+_ALIGNED = 16  # alignment of a pointer in bytes, and divisor of an integer, that Triton checks
 
 _compiled: dict[Hashable, Any] = {}
-# By the kernel's id: the kernel, which keeps the id its own, and what describes its arguments.
+# By the kernel's id: the kernel, kept alive so that the id stays unique, and its describer.
 _describers: dict[int, tuple[Any, Callable[..., tuple[Hashable, tuple[Any, ...], int]]]] = {}
 _usable = (
     torch.version.hip is None
@@ -39,9 +39,10 @@ def launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **argume
 
     Args:
         kernel: a function under `triton.jit`.
-        grid: of programs.
-        options: of the compiler, such as `num_warps`; the same in all launches of a kernel.
-        arguments: all of the kernel's, by name; tensors under names that end with `_ptr`.
+        grid: number of programs along each axis.
+        options: compiler options, such as `num_warps`; they are not part of the key and must depend
+            only on the kernel and its constants.
+        arguments: all arguments of the kernel, by name; names of tensors end with `_ptr`.
 
     Raises:
         CompilationError: the kernel cannot be compiled here; nothing was launched.
@@ -69,13 +70,13 @@ def _launch_compiled(
     key: Hashable,
     values: tuple[Any, ...],
 ) -> None:
-    """Launch what was compiled under this key, or compile it."""
+    """Launch the kernel compiled under this key, or compile and launch it."""
     global _usable
     compiled = _compiled.get(key)
     if compiled is not None and _usable:
         try:
             compiled[(*grid, 1, 1)[:3]](*values)
-        except Exception:  # of Triton's own: nothing was launched, and the ordinary way says why
+        except Exception:  # Triton's own: nothing was launched; the ordinary launch says why
             _usable = False
         else:
             return
@@ -85,10 +86,11 @@ def _launch_compiled(
 
 
 def _describer(kernel: Any) -> Callable[..., tuple[Hashable, tuple[Any, ...], int]]:
-    """Return a function of a kernel's arguments that returns a key, all arguments and the device.
+    """Return a function from a kernel's arguments to (key, all arguments, device index).
 
-    Constants count by type and value, for 1, 1.0 and True are other code; tensors by dtype and
-    whether they are aligned to 16 bytes; integers by what Triton makes other code of.
+    The key has the type and value of constants, since 1, 1.0 and True compile to different code;
+    the dtype and the 16-byte alignment of tensors; and the properties of integers for which Triton
+    compiles different code.
     """
     parts, names = [], [parameter.name for parameter in kernel.params]
     for parameter in kernel.params:
@@ -114,7 +116,7 @@ def _launch_ordinary(
     arguments: dict[str, Any],
     key: Hashable,
 ) -> Any:
-    """Compile a kernel and launch it; one that has failed under this key is not tried again."""
+    """Compile and launch a kernel; fail at once if it has failed before under this key."""
     if key in failed_kernels:
         raise CompilationError(failed_kernels[key])
     try:
@@ -129,13 +131,13 @@ def _launch_ordinary(
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    """Return whether Triton, LLVM, ptxas or the C compiler has failed, and nothing has run."""
+    """Return whether Triton, LLVM, ptxas or the C compiler failed, before anything ran."""
     if isinstance(error, InterpreterError):
         return False
     if isinstance(error, TritonError | OSError | subprocess.SubprocessError):
         return True
-    # LLVM's passes, and "Failed to find C compiler"; a kernel that fails while it runs names its
-    # device's runtime.
+    # LLVM's passes, and "Failed to find C compiler", raise RuntimeError. The message of a kernel
+    # that fails while it runs names the device's runtime.
     of_device = any(name in str(error) for name in ("CUDA", "HIP"))
     return isinstance(error, RuntimeError) and not of_device
 
@@ -146,5 +148,5 @@ def cdiv(a: int, b: int) -> int:
 
 
 def padded_block(width: int) -> int:
-    """Return the least power of two that a block of so many rows fits into, 16 at least."""
+    """Return the smallest power of two >= `width`, at least 16."""
     return max(16, 1 << (width - 1).bit_length())

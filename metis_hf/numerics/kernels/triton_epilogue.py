@@ -1,6 +1,8 @@
-"""The epilogue of a GEMM in one launch, and an error in another, for CUDA devices; see `epilogue`.
+"""The epilogue of a GEMM and the error of `epilogue`, in one launch each, on CUDA devices.
 
-This module imports triton, so it is imported where it is used only.
+They equal the torch operations bit for bit, except that products are summed in another order.
+
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from metis_hf.numerics.kernels.scratch import Measured, Scratch, zero_of
 from metis_hf.numerics.kernels.triton_direct import cdiv, launch, padded_block
 from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of, cast, multiply_add
 
-_ROWS, _COLUMNS = 32, 128  # of a program's tile
-_LOST_ROWS = 32  # of a program that looks for errors
-_DEPTH = 128  # of their columns that it reads at once
-_WIDEST = 64  # factors of a term that a program holds at once, and directions
+_ROWS, _COLUMNS = 32, 128  # of a program's tile in `finish`
+_LOST_ROWS = 32  # rows per program of `find_error`
+_DEPTH = 128  # columns that it reads at once
+_WIDEST = 64  # most columns of a term's factor, or directions, that a program holds at once
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
@@ -44,7 +46,7 @@ def finish(
 ):  # fmt: skip
     """Multiply a matrix by scales, add left [rows width] @ right [width columns] and a bias.
 
-    In place. FIRST and SECOND say what a scale is one of: "rows", "columns" or the "matrix".
+    Works in place. FIRST and SECOND say what has one scale each: "rows", "columns" or the "matrix".
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     across = tl.cdiv(columns, COLUMNS)
@@ -161,7 +163,7 @@ def error_along(
     lengths: Tensor,
     scratch: Scratch | None,
 ) -> Tensor:
-    """See `epilogue.error_along`; nothing is empty."""
+    """See `epilogue.error_along`; no tensor is empty."""
     (rows, columns), width = values.shape, len(lengths)
     out = torch.empty(rows, width, dtype=torch.float32, device=values.device)
     amax = zero_of(scratch, values.device)

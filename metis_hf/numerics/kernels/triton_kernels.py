@@ -1,16 +1,17 @@
-"""The quantizers as Triton kernels, for CUDA devices; on CPU through Triton's interpreter.
+"""The NVFP4 quantizers as Triton kernels, on CUDA devices; on CPUs through Triton's interpreter.
 
-The same arithmetic as `numerics.definition`, to the bit: plus + Q(x - minus), or the codes and
-scales of Q(x). What may not be left to a GPU's choice:
+They compute plus + Q(x - minus), or the codes and scales of Q(x - minus), with the same bits as
+`numerics.definition`, except with rotations and low-rank parts; see `fused`. Equal bits rest on
+these rules:
 
-- Amax is taken of magnitudes as integers; see `triton_amax`.
-- Clamps are comparisons, which leave NaN where it is. Division is IEEE's (`div_rn`).
-- `floor` may flush subnormal numbers to zero; nothing here depends on which of the two it gives.
-- E4M3 is fp32 arithmetic; no 8-bit cast of the hardware is used.
-- Nothing is contracted into fused multiply-adds (`enable_fp_fusion=False`), though none would show.
+- Amax compares magnitudes as integers; see `triton_amax`.
+- Clamps are comparisons, which keep NaN. Division is IEEE's (`div_rn`).
+- `floor` may or may not flush subnormal numbers to zero; no result depends on it.
+- E4M3 rounding is fp32 arithmetic, without the hardware's 8-bit casts.
+- Fused multiply-adds are disabled (`enable_fp_fusion=False`), though none would change a result.
 
-A program works on a tile; see `triton_tiles`. With a SIZE the matrix is rotated first, in groups of
-so many entries that lie along its blocks.
+A program processes one tile; see `triton_tiles`. If SIZE > 0, the matrix is first rotated in groups
+of SIZE entries along its blocks.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def _outer_scale_of(
 ):
     """Return (encode, decode) scales of the tensor, or of the rows that `block` lies in.
 
-    The program, or the block, that comes first writes the decode scale to `decode_ptr`.
+    The first program, or the first block of a row, writes the decode scale to `decode_ptr`.
 
     Args:
-        amax_ptr: magnitudes that get LARGEST, as bits.
-        decode_ptr: fp32, as many.
-        block: numbers of row blocks, of which there are `blocks`, `per_row` in a row.
+        amax_ptr: largest magnitudes, as bits, which are scaled to LARGEST.
+        decode_ptr: fp32, one for each magnitude.
+        block: numbers of row blocks; there are `blocks` in all, `per_row` in each row.
     """
     if BY_ROW:
         outer, inside = block // per_row, block < blocks
@@ -65,7 +66,7 @@ def _outer_scale_of(
 def _store_codes(
     code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write codes, two to a byte along their blocks (square ones: along rows), and scales."""
+    """Write scales, and codes, two per byte along their blocks (along rows for squares)."""
     row_block, column_block, row, column = place
     across, down = tl.cdiv(columns, 16), tl.cdiv(rows, 16)
     GR: tl.constexpr = code.shape[0]
@@ -96,9 +97,10 @@ def _store_codes(
 def _store_packed(
     code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write codes and scales as `layout.Packed` has them; rows of row blocks are 1 or 2n blocks.
+    """Write codes and scales in the layout of `layout.Packed`.
 
-    The other element of a byte lies in the next row block, or half a block further down.
+    The second code of a byte comes from the next row block, or from half a block further down. A
+    row of row blocks has one block or an even number.
     """
     row_block, column_block, row, column = place
     GR: tl.constexpr = code.shape[0]
@@ -139,7 +141,7 @@ def _store_packed(
 
 @triton.jit
 def _finish(values, minus, plus_ptr, inside, at, SAME: tl.constexpr):
-    """Add what is added: see `reference.add_back`."""
+    """Add `minus` if SAME, else the tensor at `plus_ptr`, if any; see `reference.add_back`."""
     if SAME or plus_ptr is not None:
         values = tl.where(values > LARGEST_FP32, LARGEST_FP32, values)
         added = minus
@@ -154,7 +156,7 @@ def _write(
     values, minus, plus_ptr, out_ptr, place, rows, columns, signs,
     SIZE: tl.constexpr, SIGNED: tl.constexpr, LANES: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's values, of groups rotated back: these reach to the end of the last blocks."""
+    """Write a tile's values; if SIZE > 0, rotate them back and write rows that pad blocks too."""
     if SIZE:
         values = rotate(values, place, signs, SIZE, SIGNED, LANES, True)
         if not LANES:
@@ -178,14 +180,15 @@ def quantize(
     LARGEST: tl.constexpr, BY_ROW: tl.constexpr, SIZE: tl.constexpr, SIGNED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return plus + Q(x - minus) of a matrix, in blocks along LANES, ROWS or both.
+    """Write plus + Q(x - minus) of a matrix, in blocks along LANES, ROWS or both.
 
-    Values go to `out_ptr`, codes to `codes_ptr` and scales to `scale_ptr`, where there are such: as
-    `Packed` has them with PACKED, else as files do. With SAME `minus` is what is added too. RULE is
-    "", "search", "four-over-six" or "eden"; TO_CODE is 1 / the code that amax gets, LARGEST that
-    code times the scale of the tensor's largest block. With BY_ROW rows have a scale each instead
-    of the tensor: rows of `per_row` blocks, of a tensor with so many `blocks`. With a WIDTH both
-    `minus` and what is added are a low-rank matrix, of rank `width`; see `layout.Low`.
+    Values go to `out_ptr`, codes to `codes_ptr` and block scales to `scale_ptr`, unless these are
+    None. With PACKED, codes have the layout of `layout.Packed`, else the layout of files. With
+    SAME, `minus` is also added. RULE is "", "search", "four-over-six" or "eden". TO_CODE is
+    1 / (the code to which amax is scaled); LARGEST is this code times the scale of the tensor's
+    largest block. With BY_ROW each row has an outer scale; the tensor has `blocks` blocks,
+    `per_row` in each row. If WIDTH > 0, a low-rank matrix of rank `width` is both subtracted and
+    added; see `layout.Low`.
     """
     place = place_of_tile(rows, columns, GR, GC)
     row_block, column_block, row, column = place
@@ -207,7 +210,7 @@ def quantize(
 
     across = tl.cdiv(columns, 16)
     index = row * across + column_block
-    block = index  # that an element lies in: what noise of scales depends on
+    block = index  # number of an element's block, for the noise of scales
     if LANES and ROWS:
         block = row_block * across + column_block
     elif ROWS:
@@ -242,9 +245,9 @@ def unpack(
     GR: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     BY_ROW: tl.constexpr, SIZE: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return plus + the values of a matrix that `quantize` packed, times the scale at `decode_ptr`.
+    """Write plus + decode * the values of a matrix that `quantize` packed.
 
-    `blocks`, `per_row`, BY_ROW and WIDTH are as in `quantize`.
+    `decode_ptr` holds the outer scale. `blocks`, `per_row`, BY_ROW and WIDTH are as in `quantize`.
     """
     place = place_of_tile(rows, columns, GR, GC)
     _, column_block, row, column = place

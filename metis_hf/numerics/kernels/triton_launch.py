@@ -1,9 +1,10 @@
-"""Launches of the Triton kernels, and what they read and write.
+"""The NVFP4 quantizers on CUDA devices: allocation of outputs, and launches of `triton_kernels`.
 
-One launch reads a matrix once and writes its quantized values, or its codes and block scales. A
-tensor scale takes one launch more before it, for the amax of the whole; the host waits for neither.
+Results equal `reference` bit for bit, except with rotations and low-rank parts; see `fused`. One
+launch reads a matrix once and writes its quantized values, or its codes and block scales. A tensor
+scale needs one more launch before it, for amax. The host waits for neither.
 
-This module imports triton, so it is imported where it is used only.
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from metis_hf.numerics.scaling import (
 
 __all__ = ["fake_quantize", "missing", "pack", "pack_with_values", "store", "unpack"]
 
-_TILE_BLOCKS = 8  # squares of a program's tile
-_OLDEST = 3, 6  # before, `div_rn` flushes subnormal numbers to zero
+_TILE_BLOCKS = 8  # squares in a program's tile
+_OLDEST = 3, 6  # in earlier releases `div_rn` flushes subnormal numbers to zero
 
 
 def missing(device: torch.device) -> str | None:
-    """Name the part that these kernels lack to run on a device; None if nothing."""
+    """Name the unmet requirement of these kernels on a device; None if there is none."""
     version = triton.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         return f"triton 3.6 or later: this is {version}, whose division loses the smallest numbers"
@@ -60,20 +61,20 @@ def missing(device: torch.device) -> str | None:
 
 
 class _Choices(NamedTuple):
-    """The choices that a kernel is specialized for."""
+    """The choices for which a kernel is specialized."""
 
     lanes: bool  # whether blocks extend over columns of the matrix
-    rows: bool  # and over rows
+    rows: bool  # whether blocks extend over rows
     two_level: bool
     up: bool  # block scales are rounded up
     stochastic: bool
     scaled: bool
     same: bool  # minus is plus
-    packed: bool  # codes lie as `Packed` has them
-    rule: str  # by which several scales are tried, or scales are corrected
-    to_code: float  # over the code that amax gets
-    largest: float  # that code times the scale of the tensor's largest block
-    by_row: bool  # rows have an outer scale each
+    packed: bool  # codes have the layout of `Packed`
+    rule: str  # a scale rule that tries several scales or corrects them, else ""
+    to_code: float  # 1 / (the code to which amax is scaled)
+    largest: float  # this code times the scale of the tensor's largest block
+    by_row: bool  # each row has an outer scale
 
 
 def fake_quantize(
@@ -93,14 +94,14 @@ def fake_quantize(
     """See `kernels.fake_quantize`, and `fused`; `quantizer` is NVFP4.
 
     Args:
-        x: not empty, with `layout.has_form`; strides are free.
-        quantizer, dim, key, dtype, scaled, amax: as there.
-        minus, plus: fp32; one tensor for both is read once.
-        low: minus and plus, of low rank.
+        x: not empty, with `layout.has_form`; any strides.
+        quantizer, dim, key, dtype, scaled, amax: as in `kernels.fake_quantize`.
+        minus, plus: fp32; if both are the same tensor, it is read once.
+        low: a low-rank matrix in place of both minus and plus.
         groups: the rotation.
     """
     same = low is not None or (minus is not None and minus is plus)
-    # One variant fewer where it makes no difference.
+    # Without a tensor scale `scaled` makes no difference: one variant fewer to compile.
     scaled = scaled or not quantizer.two_level
     by_row = amax is None and quantizer.has_row_scales(x, dim)
     choices = _choices(quantizer, _is_last(x, dim), scaled, same, by_row=by_row)
@@ -139,7 +140,7 @@ def store(
         codes = codes.view(*lead, across * BLOCK // 2)
         scale = scale.view(*scale_lead, across)
     else:
-        # Written with all rows of the matrix along one line; several matrices are to lie apart.
+        # The kernel writes a column of all matrices of a batch along one line: separate them.
         split = (x.shape[-1], *lead[:-1], -1)
         codes, scale = (part.view(split).movedim(0, -2).contiguous() for part in (codes, scale))
     return codes, scale.view(SCALE_E4M3.dtype), outer.decode
@@ -193,13 +194,13 @@ def _pack(
     groups: Groups | None = None,
     low: Low | None = None,
 ) -> tuple[Packed, Tensor | None]:
-    """Return packed codes, and values in `dtype`, in the form that they are written in."""
+    """Return packed codes and, if there is a `dtype`, values in the shape the kernel writes."""
     tile = quantizer.tile
     by_row = amax is None and quantizer.has_row_scales(x, dim)
     choices = _choices(quantizer, _is_last(x, dim), scaled, low is not None, True, by_row)
     x = readable(x)
     whole_minus = None if minus is None else minus.contiguous()
-    # Rows of less than a block are made whole by the kernel.
+    # The kernel pads rows that are shorter than a block.
     if low is None and (groups is not None or x.shape[1] >= BLOCK or choices.rows):
         matrix = _work_form(x, tile, dim, groups)
         lower = None if minus is None else _work_form(minus, tile, dim, groups)
@@ -207,7 +208,7 @@ def _pack(
         matrix, lower = x, whole_minus
     whole = choices.lanes or (groups is None and low is None)
     rows, columns = matrix.shape if whole else _padded(x.shape, dim)
-    # Rows of row blocks end with whole blocks, and in all there is an even number of them.
+    # Rows of row blocks end with whole blocks; the total number of blocks is even.
     count = rows * columns if choices.rows else -(-rows * blocks_in(columns) // 2) * 2 * BLOCK
     run = BLOCK // 2 * columns if choices.rows else BLOCK
     codes = torch.empty(count // (2 * run), run, dtype=torch.uint8, device=x.device)
@@ -263,15 +264,15 @@ def unpack(
 
 
 def _without_padding(values: Tensor, padded: torch.Size, shape: torch.Size) -> Tensor:
-    """Return a matrix of a shape, contiguous, from its padded form, perhaps with a block more."""
+    """Return a contiguous matrix of `shape` from padded values, which may have an extra block."""
     whole = values.view(-1)[: padded.numel()].view(padded)
     return whole if padded == shape else whole[: shape[0], : shape[1]].contiguous()
 
 
 def _work_form(x: Tensor, tile: Tile, dim: int, groups: Groups | None = None) -> Tensor:
-    """Return a matrix in whole blocks, contiguous; row blocks as rows of their own, in pairs.
+    """Pad a matrix to whole blocks, contiguous; row blocks become rows, an even number of them.
 
-    Groups of row blocks are rows of their own; along columns the kernel makes blocks whole.
+    Groups along rows become rows instead. With groups along columns the kernel pads the blocks.
     """
     if groups is not None and not in_row_blocks(tile, dim):
         return x
@@ -281,7 +282,7 @@ def _work_form(x: Tensor, tile: Tile, dim: int, groups: Groups | None = None) ->
 
 
 def _padded(shape: Sequence[int], dim: int) -> tuple[int, int]:
-    """Return the shape of a matrix with a dimension that ends with a whole block."""
+    """Return the shape of a matrix with `dim` padded to whole blocks."""
     rows, columns = shape
     if dim % 2:
         return rows, blocks_in(columns) * BLOCK
@@ -301,7 +302,7 @@ def _choices(
     packed: bool = False,
     by_row: bool = False,
 ) -> _Choices:
-    """Return the choices for blocks along the last dimension, or along another one."""
+    """Return the choices of a quantizer; `last`: row blocks run along the last dimension."""
     square = quantizer.tile is Tile.SQUARE
     rule = quantizer.scale_rule
     return _Choices(
@@ -329,7 +330,7 @@ def _constants(choices: _Choices) -> dict[str, Any]:
 def _outer_of(
     x: Tensor, dim: int, choices: _Choices, key: noise.Key | int | None, **options: Any
 ) -> Outer:
-    """Find the scales above block scales, if there are any; options as in `outer_of`."""
+    """Call `outer_of` with these options if the quantizer has an outer scale."""
     if not choices.two_level:
         return Outer()
     scratch = key.scratch if isinstance(key, noise.Key) else None
@@ -350,7 +351,7 @@ def _write(
     groups: Groups | None = None,
     low: Low | None = None,
 ) -> None:
-    """Write values, codes with block scales, or all of them; and outer scales."""
+    """Launch the kernel that writes values, codes with block scales, or both; and outer scales."""
     data, words = None, (0, 0)
     eden = choices.rule == ScaleRule.EDEN.value
     if choices.stochastic or eden:

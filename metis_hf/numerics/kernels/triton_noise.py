@@ -1,9 +1,9 @@
-"""Noise and fingerprints in one launch each, for CUDA devices; the same numbers as `noise`.
+"""Noise and fingerprints on CUDA devices, in one launch each, with the same bits as `noise`.
 
-Operation by operation they are 30 and 10 launches, and a layer under "metis" draws noise for three
-matrices of a few thousand elements.
+As torch operations they take 30 and 10 launches, and a "metis" layer draws noise for three matrices
+of a few thousand elements.
 
-This module imports triton, so it is imported where it is used only.
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from metis_hf.numerics.kernels.triton_direct import cdiv, launch
 from metis_hf.numerics.kernels.triton_numbers import bits_of, hash_bits
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # whose fingerprints are taken
-_TILE = 1024  # elements of a program
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that fingerprints support
+_TILE = 1024  # elements per program
 _LANES = tl.constexpr(noise._LANES)
 
 
 @triton.jit(do_not_specialize=["word0", "word1", "count", "width"])
 def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr):
-    """Write uniform numbers to `count` elements in rows of `width`."""
+    """Write `count` uniform numbers, in rows of `width`."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row, column = at // width, at % width
     index = row * tl.cdiv(width, _LANES) + column // _LANES
@@ -37,14 +37,14 @@ def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr):
 
 @triton.jit
 def _hash_of(x_ptr, count, SAMPLES: tl.constexpr):
-    """Add up hashes of samples of `count` elements, each mixed with its number."""
+    """Return the sum of the hashes of a fingerprint's samples, each mixed with its number."""
     number = tl.arange(0, SAMPLES)
     own = hash_bits(number)
     samples = tl.minimum(count, SAMPLES)
     inside = number < samples
     part = number.to(tl.int64)
     first, behind = part * count // samples, (part + 1) * count // samples
-    shift = (own.to(tl.int64) & 0xFFFFFFFF) % (behind - first)  # as `noise` has it
+    shift = (own.to(tl.int64) & 0xFFFFFFFF) % (behind - first)  # as in `noise._places`
     bits = bits_of(tl.load(x_ptr + first + shift, mask=inside, other=0.0))
     hashes = tl.where(inside, hash_bits(bits ^ own), 0)
     return tl.sum(hashes.to(tl.int64), 0).to(tl.int32)  # int64: no overflow
@@ -52,7 +52,7 @@ def _hash_of(x_ptr, count, SAMPLES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def hash_samples(x_ptr, out_ptr, count, SAMPLES: tl.constexpr):
-    """Write the hash of a tensor of `count` elements."""
+    """Write the fingerprint of a tensor of `count` elements."""
     tl.store(out_ptr, _hash_of(x_ptr, count, SAMPLES))
 
 
@@ -61,7 +61,7 @@ def hash_both(
     x_ptr, other_ptr, out_ptr, x_count, other_count, added,
     SAMPLES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the words that `fingerprints` has of two tensors, and zeros behind them."""
+    """Write the four words of `fingerprints` for two tensors, followed by zeros."""
     other = _hash_of(other_ptr, other_count, SAMPLES)
     first = tl.add(_hash_of(x_ptr, x_count, SAMPLES), added, sanitize_overflow=False)
     second = tl.add(other, added, sanitize_overflow=False)
@@ -73,7 +73,7 @@ def hash_both(
 
 
 def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor | None:
-    """See `noise.uniform`; at most 2^31 - 1 elements, none without. None: no kernel does it."""
+    """Compute `noise.uniform`, of 1 to 2^31 - 1 elements; None if the kernel cannot be compiled."""
     out = torch.empty(shape, dtype=torch.float32, device=device)
     count, width = out.numel(), shape[-1] if shape else 1
     word0, word1 = noise.static_words(key)
@@ -95,7 +95,7 @@ def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor |
 
 
 def fingerprint(x: Tensor) -> Tensor | None:
-    """See `noise.fingerprint`; x is not empty, of a dtype in `DTYPES`. None: no kernel does it."""
+    """Compute `noise.fingerprint` of a non-empty x in `DTYPES`; None if compiling failed."""
     given = _contiguous(x)
     out = torch.empty((), dtype=torch.int32, device=x.device)
     with or_reference:
@@ -108,7 +108,7 @@ def fingerprint(x: Tensor) -> Tensor | None:
 def fingerprints(
     x: Tensor, other: Tensor, added: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Scratch] | None:
-    """See `noise.fingerprints`."""
+    """Compute `noise.fingerprints`; None if compiling failed."""
     x, other = _contiguous(x), _contiguous(other)
     out = torch.empty(WORDS, dtype=torch.int32, device=x.device)
     with or_reference:
@@ -133,4 +133,4 @@ def fingerprints(
 def _contiguous(x: Tensor) -> Tensor:
     """Return a contiguous tensor with the samples of x."""
     x = x.detach()
-    return x if x.is_contiguous() else noise.samples(x)  # so few that all of them count
+    return x if x.is_contiguous() else noise.samples(x)  # at most SAMPLES: all are hashed

@@ -1,7 +1,7 @@
-"""Numbers of NVFP4 as functions of Triton's kernels: noise, E2M1, E4M3, and block scales.
+"""Device functions of the Triton kernels, for CUDA: noise, E2M1, E4M3 and block scales.
 
-The same arithmetic as `numerics.definition` and `numerics.scaling`, to the bit; `triton_kernels`
-says what may not be left to a GPU's choice.
+They give the same bits as `noise`, `numerics.definition` and `numerics.scaling`; `triton_kernels`
+lists the conditions for that.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _SMALLEST_BASE = tl.constexpr(scaling.SMALLEST_BASE)
 _LARGEST_ERROR = tl.constexpr(scaling.LARGEST_ERROR)
 _LARGEST_PRODUCT = tl.constexpr(scaling.LARGEST_PRODUCT)
 _EDEN_CLIP = tl.constexpr(scaling.EDEN_CLIP)
-# The scales that are tried after the first, which is 1.
+# The candidate scales after the first, which is 1.
 _, *_OTHERS = scaling.TRIED_SCALES[scaling.ScaleRule.SEARCH]
 _T1, _T2, _T3, _T4, _T5 = (tl.constexpr(factor) for factor in _OTHERS)
 _FOUR = tl.constexpr(scaling.TRIED_SCALES[scaling.ScaleRule.FOUR_OVER_SIX][1])
-_ADDED = 1.5 * 2.0**23  # times a power of two: fp32 numbers around it are that power apart
+_ADDED = 1.5 * 2.0**23  # times a power of two: fp32 numbers around it are spaced by that power
 _MAGIC = tl.constexpr(_ADDED)
 _LOW_MAGIC, _HIGH_MAGIC = tl.constexpr(_ADDED / 2), tl.constexpr(2 * _ADDED)
-_SCALE_NORMAL = tl.constexpr(2.0**-6)  # of E4M3
-SCALE_SPACING = tl.constexpr(2.0**-9)  # below that
+_SCALE_NORMAL = tl.constexpr(2.0**-6)  # smallest normal number of E4M3
+SCALE_SPACING = tl.constexpr(2.0**-9)  # spacing of E4M3 below it
 _SCALE_STEPS = tl.constexpr(2.0**9)
 _SCALE_MAGIC = tl.constexpr(_ADDED * 2.0**-9)
-DROPPED = tl.constexpr(20)  # mantissa bits of fp32 that E4M3 lacks
-_EXPONENT = tl.constexpr(0x7F800000)  # of the bits of an fp32 number
+DROPPED = tl.constexpr(20)  # mantissa bits of fp32 that E4M3 does not have
+_EXPONENT = tl.constexpr(0x7F800000)  # exponent bits of fp32
 _KEPT = tl.constexpr(-(1 << 20))
 _BELOW_ONE, _BELOW_HALF = tl.constexpr((1 << 20) - 1), tl.constexpr((1 << 19) - 1)
-# Bits of fp32 without what a small format drops, less the difference of the exponents' biases.
+# Subtracted from fp32 bits, shifted to a small format's mantissa, to change the exponent's bias.
 E4M3_OFFSET = tl.constexpr((127 - 7) << 3)
 _E2M1_OFFSET = tl.constexpr((127 - 1) << 1)
 E4M3_NAN = tl.constexpr(0x7F)
@@ -57,7 +57,7 @@ def hash_bits(h):
 
 @triton.jit
 def uniform(index, lane, source):
-    """Return `noise.uniform` of the elements `lane` of the blocks `index`."""
+    """Compute `noise.uniform` for the elements `lane` of the blocks `index`."""
     data_ptr, word0, word1 = source
     if data_ptr is None:
         first = hash_bits(word0)
@@ -73,9 +73,9 @@ def uniform(index, lane, source):
 
 @triton.jit
 def bits_of(x):
-    """Return the bits of x in fp32."""
+    """Return the fp32 bits of x, as int32."""
     if x.dtype == tl.bfloat16:
-        # Not by way of a float cast: the interpreter's is wrong for subnormal numbers.
+        # No float cast: the interpreter's is wrong for subnormal numbers.
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
@@ -98,8 +98,8 @@ def cast(value, dtype: tl.constexpr):
 
 @triton.jit
 def multiply_add(total, a, b):
-    """Return total + a @ b, of numbers of one dtype, added up in fp32."""
-    if INTERPRETED:  # its products take numbers in bf16 for integers
+    """Return total + a @ b, of one dtype, accumulated in fp32."""
+    if INTERPRETED:  # the interpreter's `dot` mistakes bf16 numbers for integers
         a = bits_of(a).to(tl.float32, bitcast=True)
         b = bits_of(b).to(tl.float32, bitcast=True)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -107,9 +107,10 @@ def multiply_add(total, a, b):
 
 @triton.jit
 def add_product(total, a, b, LEFT: tl.constexpr):
-    """Return total + a @ b, one in bf16, and the LEFT one or the other a sum of three such numbers.
+    """Return total + a @ b for one fp32 and one bf16 matrix; a is the fp32 one if LEFT, else b.
 
-    Tensor cores multiply them exactly, and add up in fp32.
+    The fp32 matrix is split into a sum of three bf16 ones. Tensor cores multiply each exactly and
+    accumulate in fp32.
     """
     rest = a if LEFT else b
     for _ in tl.static_range(3):
@@ -127,7 +128,7 @@ def _round_e4m3(value, UP: tl.constexpr):
         normal = tl.add(bits, _BELOW_ONE, sanitize_overflow=False)
         steps = value * _SCALE_STEPS
         small = tl.floor(steps)
-        # A comparison: that `ceil` keeps subnormal numbers is not said anywhere.
+        # A comparison, since `ceil` is not documented to keep subnormal numbers.
         small = tl.where(steps > small, small + 1.0, small) * SCALE_SPACING
     else:
         normal = tl.add(bits, ((bits >> DROPPED) & 1) + _BELOW_HALF, sanitize_overflow=False)
@@ -157,7 +158,7 @@ def e2m1_bits(code):
 
 @triton.jit
 def _by_range(magnitude, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
-    """Choose a constant for each binade of E2M1: below 2, below 4, above."""
+    """Choose a constant by binade of E2M1: below 2, below 4, above."""
     return tl.where(magnitude < 2.0, LOW, tl.where(magnitude < 4.0, MIDDLE, HIGH))
 
 
@@ -170,7 +171,7 @@ def _nearest(magnitude):
 
 @triton.jit
 def outer_scale(largest, LARGEST: tl.constexpr):
-    """Return (encode, decode) scales for the largest magnitude `largest`, as bits."""
+    """Return the (encode, decode) scales that bring a magnitude, given as bits, to LARGEST."""
     largest = largest.to(tl.float32, bitcast=True)
     encode = tl.math.div_rn(LARGEST, largest)
     encode = tl.where(encode > LARGEST_FP32, LARGEST_FP32, encode)
@@ -180,7 +181,7 @@ def outer_scale(largest, LARGEST: tl.constexpr):
 
 @triton.jit
 def _scale(wanted, decode, TWO_LEVEL: tl.constexpr, UP: tl.constexpr):
-    """Return (block scales, what elements are multiplied by)."""
+    """Return (block scales, factors for the elements)."""
     clamped = tl.where(wanted > _MAX_SCALE, _MAX_SCALE, wanted)
     scale = _round_e4m3(tl.where(wanted > LARGEST_FP32, float("nan"), clamped), UP)
     decoded = scale
@@ -201,7 +202,7 @@ def _sum_of_block(values, LANES: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _sum_of_products(products, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """Add up what `scaling.whole_products` makes of products >= 0; NaN counts as the largest."""
+    """Sum `scaling.whole_products` of products >= 0 by block; NaN counts as the largest."""
     COUNT: tl.constexpr = 256 if LANES and ROWS else 16
     products = tl.where(products < _LARGEST_PRODUCT, products, _LARGEST_PRODUCT)
     whole = tl.floor(products * (2.0**30 / _LARGEST_PRODUCT / COUNT)).to(tl.int32)
@@ -234,7 +235,7 @@ def _better(
     best, factor, block,
     LANES: tl.constexpr, ROWS: tl.constexpr, TWO_LEVEL: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """Return (scale, inverse, error), or the same for the scale base * factor if it is better."""
+    """Return the better of `best` and the scale base * factor, as (scale, inverse, error)."""
     base, to_base, decode, magnitude, wanted = block
     scale, inverse = _scale(base * factor, decode, TWO_LEVEL, UP)
     scaled = magnitude * inverse
@@ -264,11 +265,11 @@ def block_scales_of(
     LANES: tl.constexpr, ROWS: tl.constexpr, TWO_LEVEL: tl.constexpr, UP: tl.constexpr,
     RULE: tl.constexpr, TO_CODE: tl.constexpr,
 ):  # fmt: skip
-    """Return (block scales, what elements are multiplied by).
+    """Return (block scales, factors for the elements).
 
-    With the RULE "eden" scales are corrected with the noise of `source`, of the blocks `index`;
-    with another, each is the one of several that leaves the least error: see
-    `scaling.least_error_scale`. `outer` are the encode and decode scales of the tensor or its rows.
+    The RULE "" scales amax to 1 / TO_CODE; "eden" also corrects the scales, with the noise of
+    `source` for the blocks `index`; other rules choose the candidate with the least error, as
+    `scaling.least_error_scale`. `outer` is (encode, decode) of the tensor or its rows.
     """
     encode, decode = outer
     magnitude = (bits & MAGNITUDE).to(tl.float32, bitcast=True)
@@ -305,7 +306,7 @@ def block_scales_of(
 
 @triton.jit
 def codes_of(bits, inverse, index, lane, source, STOCHASTIC: tl.constexpr):
-    """Return elements in E2M1 from their bits in fp32."""
+    """Round elements, given as fp32 bits, to E2M1 values in fp32, without their scale."""
     scaled = (bits.to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
     magnitude = (scaled & MAGNITUDE).to(tl.float32, bitcast=True)
     magnitude = tl.where(magnitude > _MAX_CODE, _MAX_CODE, magnitude)

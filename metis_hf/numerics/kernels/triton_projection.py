@@ -1,9 +1,10 @@
-"""The projection of a tall matrix on a thin basis, for CUDA devices; see `transforms.products`.
+"""The projection of a tall matrix onto a thin basis, on CUDA devices; see `transforms.products`.
 
-Operation by operation it is twenty launches around one GEMM. Here one launch multiplies, and one
-makes unit columns and their lengths of the product.
+As torch operations it takes twenty launches around one GEMM. Here one launch multiplies, and one
+normalizes the columns. Sums have a fixed order, so equal matrices give equal bits; the bits differ
+from the torch operations.
 
-This module imports triton, so it is imported where it is used only.
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from metis_hf.numerics.kernels.scratch import Measured, Scratch, zero_of
 from metis_hf.numerics.kernels.triton_direct import cdiv, launch, padded_block
 from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, add_product
 
-_ROWS = 64  # of a program
-_COLUMNS = 16  # of a program that divides
-_BLOCKS = 128  # of rows, whose lengths a program adds up at once
+_ROWS = 64  # rows per program
+_COLUMNS = 16  # columns per program of `to_unit_columns`
+_BLOCKS = 128  # programs of `multiply` whose sums of squares are added up at once
 _OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -35,11 +36,11 @@ def multiply(
     row_stride, column_stride, v_row_stride, v_column_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Write x [count columns] @ v [columns width], and each column's largest magnitude and squares.
+    """Write x [count columns] @ v [columns width], and largest magnitudes and sums of squares.
 
-    x is in bf16, and v the sum of three matrices in bf16: tensor cores multiply, and add up in
-    fp32. Magnitudes and sums of squares are of the program's rows; the sums are in units of the
-    magnitude's square, so that they do not leave fp32.
+    x is bf16, and v is split into a sum of three bf16 matrices: tensor cores multiply and
+    accumulate in fp32. Each program writes the magnitude and the sum for each column of its rows;
+    the sum is in units of the squared magnitude, so that it stays in the fp32 range.
     """
     block = tl.program_id(0)
     row = block * ROWS + tl.arange(0, ROWS)[:, None]
@@ -56,7 +57,7 @@ def multiply(
     tl.store(out_ptr + row.to(tl.int64) * width + column, total, mask=inside)
     largest = tl.max(tl.abs(total), 0, keep_dims=True)
     scaled = _divide(total, tl.where(largest == 0, 1.0, largest))
-    squares = tl.sum(scaled * scaled, 0, keep_dims=True)  # NaN, where there is one
+    squares = tl.sum(scaled * scaled, 0, keep_dims=True)  # NaN if there is one
     of_block = block * width + column
     tl.store(largest_ptr + of_block, largest, mask=column < width)
     tl.store(squares_ptr + of_block, squares, mask=column < width)
@@ -69,7 +70,7 @@ def to_unit_columns(
 ):  # fmt: skip
     """Divide each column by its length, in place, and write the lengths and the largest magnitude.
 
-    That one goes, as bits, into the int32 at `amax_ptr`.
+    The largest magnitude goes, as bits, into the int32 at `amax_ptr`.
     """
     block = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -95,7 +96,7 @@ def to_unit_columns(
     inside = (row < count) & (column < width)
     at = row.to(tl.int64) * width + column
     value = _divide(tl.load(out_ptr + at, mask=inside, other=0.0), unit)
-    # At least 1 where there is an entry; a NaN stays.
+    # The length is at least 1 if the column is not zero; NaN stays NaN.
     value = _divide(value, tl.where(length < 1.0, 1.0, length))
     tl.store(out_ptr + at, value, mask=inside)
     bits = value.to(tl.int32, bitcast=True) & MAGNITUDE
@@ -103,10 +104,9 @@ def to_unit_columns(
 
 
 def project(x: Tensor, v: Tensor, scratch: Scratch | None) -> tuple[Tensor, Tensor]:
-    """Return x [t c], bf16, in the basis v [c k], fp32: unit columns [t k] and lengths [k].
+    """Project x [t c], bf16, onto the basis v [c k], fp32: unit columns [t k] and lengths [k].
 
-    Sums are in a fixed order: equal matrices give equal bits. The scratch memory of the call keeps
-    the largest magnitude of the columns.
+    The scratch memory of the layer's call caches the largest magnitude of the unit columns.
     """
     (count, columns), width = x.shape, v.shape[1]
     blocks, padded = cdiv(count, _ROWS), padded_block(width)

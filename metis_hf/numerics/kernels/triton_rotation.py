@@ -1,6 +1,8 @@
-"""Rotation of groups in registers, for the Triton kernels; `fused` says what it computes.
+"""Device functions of the Triton kernels, for CUDA: rotation of groups in registers.
 
-This module imports triton, so it is imported where it is used only.
+`fused` has the definition. Results differ from `transforms.hadamard` in their last bits.
+
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from metis_hf.numerics.kernels.triton_numbers import uniform
 
 @triton.jit
 def _stage(x, APART: tl.constexpr):
-    """Return sums and differences of pairs of entries that lie APART elements of the tile apart."""
+    """Replace pairs of entries that lie APART elements apart by their sums and differences."""
     COUNT: tl.constexpr = x.numel
     pairs = tl.permute(tl.reshape(x, (COUNT // (2 * APART), 2, APART)), (0, 2, 1))
     a, b = tl.split(pairs)
@@ -22,9 +24,9 @@ def _stage(x, APART: tl.constexpr):
 
 @triton.jit
 def _butterflies(x, SIZE: tl.constexpr, APART: tl.constexpr):
-    """Return H x, not divided, of groups whose entries lie APART elements of the tile apart."""
+    """Return sqrt(SIZE) H x of groups whose entries lie APART elements of the tile apart."""
     turned = x
-    for stage in tl.static_range(7):  # of groups of 128, the largest
+    for stage in tl.static_range(7):  # enough for groups of 128, the largest
         if (1 << stage) < SIZE:
             turned = _stage(turned, APART << stage)
     return tl.reshape(turned, x.shape)
@@ -43,10 +45,10 @@ def rotate(
     """Return H D x of the groups of a tile [GR 16 GC 16], or with BACK D H x; fp32.
 
     Args:
-        place: where the tile lies; it holds whole groups.
+        place: place of the tile, which holds whole groups.
         signs: (pointer to the data, two words) of the noise key of D.
-        SIGNED: without it D is the identity.
-        LANES: groups lie along columns of the matrix; else along its rows.
+        SIGNED: if False, D is the identity.
+        LANES: whether groups run along the last dimension; else along the first.
     """
     _, _, row, column = place
     entry = row % SIZE
@@ -65,6 +67,6 @@ def rotate(
 
 @triton.jit
 def rotated(bits, place, signs, SIZE: tl.constexpr, SIGNED: tl.constexpr, LANES: tl.constexpr):
-    """Return the bits of a tile whose groups are rotated."""
+    """Rotate the groups of a tile, given and returned as fp32 bits."""
     x = rotate(bits.to(tl.float32, bitcast=True), place, signs, SIZE, SIGNED, LANES, False)
     return x.to(tl.int32, bitcast=True)

@@ -1,10 +1,10 @@
-"""Sums of rows with random signs in one launch, for CUDA devices; see `transforms.spectral`.
+"""Sums of rows with random signs in one launch, on CUDA devices; see `spectral.sum_rows`.
 
-Operation by operation they are twenty launches and a gather that reads at a tenth of the memory's
-rate. Rows and signs are the same; sums differ in their last bits, as they are added up in another
-order.
+As torch operations they take twenty launches and a gather that reads at a tenth of the memory
+bandwidth. Rows and signs are the same; sums differ in their last bits, because they are added in
+another order.
 
-This module imports triton, so it is imported where it is used only.
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from metis_hf.numerics.kernels.triton_direct import cdiv, launch
 from metis_hf.numerics.kernels.triton_numbers import MAGNITUDE, bits_of, cast
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
-_COLUMNS = 128  # of a program
-_ROWS = 16  # that it reads at once
+_COLUMNS = 128  # columns per program
+_ROWS = 16  # rows that it reads at once
 _LANES = tl.constexpr(noise._LANES)
 
 
@@ -32,9 +32,9 @@ def add_rows(
     sums, stretches, row_stride, column_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write one sum: a row of each stretch of `sums` rows, plus or minus.
+    """Write one sum, of one row from each stretch of `sums` rows, with random signs.
 
-    The largest finite magnitude of all goes, as bits, into the int32 at `largest_ptr`.
+    The largest finite magnitude of all sums goes, as bits, into the int32 at `largest_ptr`.
     """
     place = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -58,23 +58,23 @@ def add_rows(
     rounded = cast(sum_, out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, rounded, mask=column < columns)
     largest = tl.max(finite_bits(bits_of(rounded)) & MAGNITUDE)  # zeros outside
-    # Most of the many programs have nothing to write.
+    # Most of the many programs do not raise the maximum and skip the atomic.
     tl.atomic_max(largest_ptr, largest, mask=largest > tl.load(largest_ptr), sem="relaxed")
 
 
 def sum_rows(
     x: Tensor, sums: int, stretches: int, shifts: noise.Key, signs: noise.Key, mask: Tensor | None
 ) -> Tensor:
-    """Add up rows of a matrix, to `sums` sums of `stretches` rows each.
+    """Add the rows of a matrix into `sums` sums of up to `stretches` rows each.
 
     Args:
-        x: [t c], of a dtype that kernels read; t of at most sums * stretches.
+        x: [t c], of a dtype that kernels read; t <= sums * stretches.
         sums, stretches: n and g.
         shifts, signs: noise keys of the stretches' shifts [g] and the rows' signs [n g].
         mask: [t] bool, which rows count; None: all.
 
     Returns:
-        [n c] in the dtype of `x`, for fp16 in fp32, where sums keep their range.
+        [n c] in the dtype of `x`; fp32 for fp16, whose range the sums may exceed.
     """
     columns = x.shape[1]
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype

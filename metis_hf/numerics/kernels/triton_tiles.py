@@ -1,9 +1,12 @@
-"""Tiles of a matrix, which the Triton kernels work on: where they lie, and how they are read.
+"""Tiles of a matrix for the Triton kernels on CUDA devices; a program processes one tile.
 
-A program works on a tile [GR 16 GC 16] of a matrix: GR x GC squares of 16 x 16. Blocks lie along
-its LANES (the last dimension: row blocks), its ROWS (the second: column blocks), or both (squares).
+This module locates, loads and decodes tiles, and launches kernels over all tiles of a matrix. It
+computes exactly, except that low-rank parts are summed in their own order.
 
-This module imports triton, so it is imported where it is used only.
+A tile is [GR 16 GC 16]: GR x GC squares of 16 x 16. Blocks lie along its LANES (the last dimension:
+row blocks), its ROWS (the second: column blocks), or both (squares).
+
+This module imports triton; import it only where it is used.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from metis_hf.numerics.kernels.triton_numbers import (
 )
 from metis_hf.numerics.layout import Tile
 
-_ROTATED_TILE_BLOCKS = 8  # squares of a tile whose groups are rotated, if they are no higher
+_ROTATED_TILE_BLOCKS = 8  # least number of squares in a tile whose groups are rotated
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-# Of tiles with a low-rank part: 4 x 4 squares, so that each factor is read for 64 rows or columns.
+# For tiles with a low-rank part: 4 x 4 squares, so that a load of a factor serves 64 rows or
+# columns.
 _LOW_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 _LOW_SIDE = 4
 
@@ -42,7 +46,7 @@ _NO_LOW = dict.fromkeys((*_NAMES, "right_decode_ptr", "lengths_ptr")) | {"width"
 
 @triton.jit
 def place_of_tile(rows, columns, GR: tl.constexpr, GC: tl.constexpr):
-    """Return where this program's tile lies: indices of blocks and of elements."""
+    """Return the place of this program's tile: (row block, column block, row, column) indices."""
     across = tl.cdiv(columns, 16 * GC)
     tile = tl.program_id(0)
     row_block = (tile // across) * GR + tl.arange(0, GR)[:, None, None, None]
@@ -54,7 +58,7 @@ def place_of_tile(rows, columns, GR: tl.constexpr, GC: tl.constexpr):
 
 @triton.jit
 def inside_of(place, rows, columns):
-    """Return which elements of a tile lie in the matrix, and their places in a contiguous one."""
+    """Return the mask of a tile's elements in the matrix, and their indices in a contiguous one."""
     _, _, row, column = place
     return (row < rows) & (column < columns), row.to(tl.int64) * columns + column
 
@@ -63,7 +67,7 @@ def inside_of(place, rows, columns):
 def packed_values(
     codes_ptr, scale_ptr, row, column, columns, inside, LANES: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return code times block scale of entries of a matrix that is packed as `layout.Packed`."""
+    """Return code * block scale for entries of a matrix in the layout of `layout.Packed`."""
     row_block, column_block = row // 16, column // 16
     if LANES and not ROWS:
         block = row * tl.cdiv(columns, 16) + column_block
@@ -80,7 +84,7 @@ def packed_values(
     size = (code & 7).to(tl.float32)
     value = tl.where(size < 4.0, size * 0.5, tl.where(size < 6.0, size - 2.0, size * 2.0 - 8.0))
     value = (value.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
-    # Without the sign, which NaN may have.
+    # Without the sign bit, which NaN may have.
     bits = tl.load(scale_ptr + scale_at, mask=inside, other=0).to(tl.int32) & E4M3_NAN
     normal = ((bits + E4M3_OFFSET) << DROPPED).to(tl.float32, bitcast=True)
     scale = tl.where(bits >= 8, normal, bits.to(tl.float32) * SCALE_SPACING)
@@ -94,8 +98,8 @@ def low_rank_of(
 ):  # fmt: skip
     """Return this program's tile of (left * lengths) @ right, both packed; see `layout.Low`.
 
-    The right one is exact in bf16, and the left one times the lengths the sum of three numbers in
-    bf16: tensor cores multiply them, and add up in fp32.
+    The right factor is exact in bf16; left * lengths is split into a sum of three bf16 matrices.
+    Tensor cores multiply them and accumulate in fp32.
     """
     codes, scales, decode, lengths_ptr, right_codes, right_scales, right_decode, width = low
     across = tl.cdiv(columns, 16 * GC)
@@ -123,9 +127,9 @@ def low_rank_of(
 def read(
     x_ptr, minus_ptr, low, place, rows, columns, strides, LANES: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Load a tile's (bits of x - minus in fp32, minus or 0.0); x is zero outside the matrix.
+    """Load a tile's (fp32 bits of x - minus, minus or 0.0); x is zero outside the matrix.
 
-    With a WIDTH, `minus` is the low-rank matrix `low`.
+    If WIDTH > 0, `minus` is the low-rank matrix `low`.
     """
     _, _, row, column = place
     inside, at = inside_of(place, rows, columns)
@@ -142,17 +146,17 @@ def read(
 
 
 def blocks_in(length: int) -> int:
-    """Return the blocks of so many elements; the last one may be short."""
+    """Return the number of blocks in `length` elements; the last block may be short."""
     return -(-length // BLOCK)
 
 
 def matrix_of(x: Tensor, along_rows: bool, groups: Groups | None = None) -> Tensor:
-    """Give a tensor two dimensions, with the same blocks and noise.
+    """Reshape a tensor to two dimensions, with the same blocks and noise.
 
     Args:
-        x: where there are groups, a matrix.
-        along_rows: blocks lie along the last dimension, and along no other.
-        groups: that are rotated; along the last dimension each becomes a row.
+        x: the tensor; a matrix if there are groups.
+        along_rows: whether blocks lie along the last dimension only.
+        groups: the rotation; along the last dimension each group becomes a row.
     """
     x = readable(x)
     if groups is not None:
@@ -192,20 +196,20 @@ def launch_tiles(
     """Run a kernel over all tiles of a matrix.
 
     Args:
-        kernel: it takes the shape of the matrix, and what follows.
-        tile_blocks: squares of a tile, a power of two.
-        matrix: the kernel reads it, unless there is a `first`.
-        groups: that are rotated, along LANES or else along rows; a tile holds whole ones.
-        first: arguments in place of the matrix.
-        more: elements for which there are more programs, of as many elements as a tile has.
-        low: a low-rank matrix of the matrix's shape, where the kernel takes or adds one.
-        arguments: the others.
+        kernel: a kernel with the arguments that this function passes.
+        tile_blocks: squares in a tile, a power of two.
+        matrix: the matrix to read, as `x_ptr`; only its shape counts if there is a `first`.
+        groups: the rotation, along LANES or else along rows; a tile holds whole groups.
+        first: arguments that replace `x_ptr` and its strides.
+        more: number of elements at `other_ptr`; extra programs read as many of them as a tile has.
+        low: a low-rank matrix in the shape of `matrix`, which the kernel subtracts or adds.
+        arguments: the other arguments of the kernel.
     """
     rows, columns = matrix.shape
     data, words, upright = None, (0, 0), 1
     if groups is not None:
         upright = 1 if arguments["LANES"] else groups.size // BLOCK
-        # Two squares wide: rows are then read by 64 bytes.
+        # Two squares wide, so that rows are read in pieces of 64 bytes.
         tile_blocks = max(_ROTATED_TILE_BLOCKS, 2 * upright)
         if groups.signs is not None:
             data, words = groups.signs.data, noise.static_words(groups.signs)

@@ -1,4 +1,4 @@
-"""Conditioners of the published methods, a family per file; their base class is `Conditioner`.
+"""Conditioners of the published methods, one family per file; their base class is `Conditioner`.
 
-Each brings `encode` and `decode` (what is saved of an input), and `work` (what it costs).
+`encode` and `decode` define the saved form of an input; `lab.conditioner_cost` counts FLOPs.
 """

@@ -1,11 +1,10 @@
 """Scale and shift per channel, moved between activation and weight.
 
 SmoothQuant (arXiv 2211.10438) quantizes x / s and w * s, Outlier Suppression+ (arXiv 2304.09145)
-(x - z) / s and w * s. Here both are turned back right after quantization: the operands are
-s Q((x - z) / s) + z and Q(w s) / s, whose product is the papers', with z's part (their bias
-z @ w_hat^T) in it.
+(x - z) / s and w * s. Here both transforms are undone right after quantization: the operands are
+s Q((x - z) / s) + z and Q(w s) / s. Their product is the papers', including their bias z @ w_hat^T.
 
-Which s and z a call takes is its layer's state (`schemes.states.LayerState`): a scheme holds a
+The layer's state (`schemes.states.LayerState`) provides s and z for each call: a scheme holds a
 `PerChannel`, and the plan of a call binds it.
 """
 
@@ -28,7 +27,7 @@ class Channels(NamedTuple):
 
 @dataclass(frozen=True)
 class PerChannel(AroundQuantizer):
-    """The place of a `ChannelAffine` in a scheme; by itself it quantizes the matrix as it is.
+    """Placeholder for a `ChannelAffine` in a scheme; unbound, it quantizes the matrix directly.
 
     Args:
         weight: whether the matrix is the weight, rather than the input.
@@ -47,7 +46,7 @@ class PerChannel(AroundQuantizer):
 
 @dataclass(frozen=True, eq=False)
 class ChannelAffine(AroundQuantizer):
-    """scale * Q((x - shift) / scale) + shift, both of them per column; equal to no other one.
+    """x_hat = scale * Q((x - shift) / scale) + shift, per column; compared by identity.
 
     Args:
         scale: [c]

@@ -1,4 +1,4 @@
-"""Clamped elements with a sparse rest in high precision (OCC, arXiv 2501.17116)."""
+"""Clamping, with a sparse rest in high precision (OCC, arXiv 2501.17116)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
-# The sparse part's dtype: BF16 for what is computed in BF16 or FP32.
+# dtype of x -> dtype of the sparse part, which is BF16 for BF16 and FP32.
 _SPARSE_DTYPES = {torch.float64: torch.float64, torch.float16: torch.float16}
 
 
 class Sparse(NamedTuple):
-    """A matrix [t c] with room for n entries, row by row (CSR).
+    """A matrix [t c] in CSR format, with room for n entries.
 
     Attributes:
         values: [n]; zero where there is no entry.
-        columns: [n], int16 where that holds them.
+        columns: [n], int16 if c fits, else int32.
         row_ends: int32 [t], number of entries up to the end of each row.
     """
 
@@ -32,7 +32,7 @@ class Sparse(NamedTuple):
 
     @classmethod
     def difference(cls, a: Tensor, b: Tensor, mask: Tensor, room: int) -> Sparse:
-        """Return a - b [t c] where `mask` is, which is at most `room` times."""
+        """Return a - b [t c] at the True entries of `mask`, at most `room` of them."""
         width, size = a.shape[1], a.numel()
         # The number of entries stays on the device.
         at = torch.nonzero_static(mask.view(-1), size=room, fill_value=size)[:, 0]
@@ -53,11 +53,11 @@ class Sparse(NamedTuple):
 
 @dataclass(frozen=True)
 class Clamped(Conditioner):
-    """x_hat = Q(clamp(x, lo, hi)) + rest: the rest is x - clamp(x, lo, hi), sparse and not rounded.
+    """x_hat = Q(clamp(x, lo, hi)) + rest, with the sparse rest x - clamp(x, lo, hi) not quantized.
 
     Outlier clamping and compensation, arXiv 2501.17116, section 3.2. lo and hi are the quantiles
-    1 - alpha and alpha of the whole matrix, up to 1 % of their magnitude: see `thresholds`. The
-    sparse part, at most 2 (1 - alpha) of the elements, is in BF16 (fp16 and fp64 stay as they are).
+    1 - alpha and alpha of the whole matrix, within 1 % of their magnitude: see `thresholds`. The
+    sparse part, at most 2 (1 - alpha) of the elements, is in BF16 (fp16 and fp64 keep their dtype).
 
     Args:
         alpha: quantile beyond which elements are clamped, on either side.
@@ -106,11 +106,11 @@ class Clamped(Conditioner):
         return sparse.add_to(quantized.contiguous()).to(dtype)
 
     def outliers(self, size: int) -> int:
-        """Return the most of `size` elements that may be beyond each threshold."""
+        """Return the largest number of elements beyond each threshold, out of `size`."""
         return int((1 - self.alpha) * size + 1e-6)
 
     def _separate(self, x: Tensor) -> tuple[Tensor, Sparse]:
-        """Return clamp(x, lo, hi), fp32 or fp64, and what is missing of x [t c]."""
+        """Return clamp(x, lo, hi), fp32 or fp64, and the sparse rest of x [t c]."""
         count = self.outliers(x.numel())
         x, kind = x.contiguous(), _SPARSE_DTYPES.get(x.dtype, torch.bfloat16)
         x32 = x.float()
@@ -120,23 +120,22 @@ class Clamped(Conditioner):
         clamped = torch.where(x32 < low, low.to(x.dtype), clamped)
         outside = (x32 > high) | (x32 < low)
         sparse = Sparse.difference(x, clamped, outside, 2 * count)
-        # No `_replace`, which the compiler of torch 2.8 does not trace.
+        # torch.compile of 2.8 does not trace `_replace`.
         return clamped, Sparse(sparse.values.to(kind), sparse.columns, sparse.row_ends)
 
 
 def thresholds(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return thresholds beyond which at most `count` elements of x (fp32) lie, on either side.
+    """Return thresholds beyond which at most `count` elements of x (fp32) lie, on each side.
 
-    From a histogram over the upper 16 bits of the elements, whose bins are between 1/256 and 1/128
-    of their values wide: one pass, no sorting, and the host does not wait. Every element beyond the
-    threshold's bin is beyond the threshold, none in it. NaN counts as the largest magnitude of its
-    sign.
+    They come from a histogram of the upper 16 bits, whose bins are 1/256 to 1/128 of their values
+    wide: one pass, no sorting, no host sync. A threshold is the outer edge of its bin. NaN counts
+    as the largest magnitude of its sign.
 
     Returns:
         (low, high), 0-dim fp32.
     """
     upper = x.view(torch.int16).view(-1, 2)[:, 1]  # little-endian
-    order = (upper ^ (upper >> 15 & 0x7FFF)).int() + 0x8000  # ascending as the numbers are
+    order = (upper ^ (upper >> 15 & 0x7FFF)).int() + 0x8000  # ordered as the numbers are
     one = torch.ones((), dtype=torch.int32, device=x.device)
     bins = torch.zeros(1 << 16, dtype=torch.int32, device=x.device)
     upto = bins.index_add_(0, order, one.expand(order.numel())).cumsum(0)
@@ -146,8 +145,8 @@ def thresholds(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _edge(place: Tensor, *, upward: bool) -> Tensor:
-    """Return the largest (smallest) number of a bin, by its place among the bins; 0-dim fp32."""
+    """Return the largest (`upward`) or smallest number of the bin at `place`; 0-dim fp32."""
     order = place - 0x8000
     upper = order ^ (order >> 15 & 0x7FFF)
-    outward = (order >= 0) == upward  # the lower bits are of the magnitude
+    outward = (order >= 0) == upward  # the lower bits belong to the magnitude
     return ((upper << 16) + 0xFFFF * outward).to(torch.int32).view(torch.float32)

@@ -18,10 +18,10 @@ from metis_hf.transforms.hadamard import SIZE, padded_shape, rotate, unrotate
 class Hadamard(AroundQuantizer):
     """Rotates blocks of 16 along the contraction dimension, quantizes, rotates back.
 
-    Both operands of a GEMM rotated with the same seed give the product of the rotated copies,
-    since the rotation is orthonormal and cancels in the contraction. The result keeps the padding
-    along `dim`, a multiple of 16: rounding in the rotated basis makes it non-zero, and the product
-    of the rotated copies contains it.
+    If both operands of a GEMM have the same seed, the GEMM gives the product of the rotated copies:
+    the rotation is orthonormal and cancels in the contraction. The result keeps the padding along
+    `dim` to a multiple of 16, because rounding in the rotated basis makes the padding non-zero, and
+    the product of the rotated copies includes it.
 
     Args:
         seed: of random signs, the same in every block; None: the plain matrix, without signs.

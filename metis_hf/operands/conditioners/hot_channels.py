@@ -1,4 +1,4 @@
-"""Quantization errors of the worst channels, quantized in their turn (HCP, arXiv 2602.02047)."""
+"""Quantized residuals of the channels with the largest errors (HCP, arXiv 2602.02047)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class HotChannels(Conditioner):
     """x_hat = Q(x) + Q(x - Q(x)) in the channels of largest error, Q(x) in the others.
 
     Hot-Channel Patch, arXiv 2602.02047, section 4: channels along the contraction are ranked by
-    their mean absolute quantization error, and the residuals of the first ones join the GEMM as
-    further channels, [x_hat, r_hat] @ [w_hat, w_hat_hot]^T and likewise for w. They are quantized
-    as the rest is, in blocks of their own along the appended channels.
+    their mean absolute quantization error, and the residuals of the worst are appended to the GEMM
+    as channels, [x_hat, r_hat] @ [w_hat, w_hat_hot]^T and likewise for w. Residuals are quantized
+    like the matrix, in separate blocks along the appended channels.
 
     Args:
-        share: of the channels that are patched, rounded up to whole blocks of 16.
+        share: of the channels to patch, rounded up to whole blocks of 16.
     """
 
     share: float = 1 / 16
@@ -87,7 +87,7 @@ class HotChannels(Conditioner):
         return quantized, *self._hot(x - quantized, dim)
 
     def _hot(self, error: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Return (indices, in order; their columns or rows of `error`)."""
+        """Return (sorted indices of the worst channels, their columns or rows of `error`)."""
         score = error.abs().mean(1 - dim % 2)
         channels = score.topk(self.channels(len(score)), sorted=False).indices.sort().values
         return channels, error.index_select(dim, channels)

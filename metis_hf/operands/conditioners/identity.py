@@ -17,7 +17,7 @@ from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
 @dataclass(frozen=True)
 class Identity(Conditioner):
-    """Quantizes the matrix as it is, under a tensor scale made of `tensor_amax`."""
+    """Quantizes the matrix directly, with a tensor scale from `tensor_amax`."""
 
     is_direct: ClassVar[bool] = True
 

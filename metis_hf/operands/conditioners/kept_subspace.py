@@ -1,4 +1,4 @@
-"""A subspace that a layer keeps from step to step, as one call of the layer sees it."""
+"""A subspace that a layer keeps over optimizer steps, as one call of the layer sees it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 class Reuse(NamedTuple):
-    """Whose subspace a split takes from earlier steps, and how.
+    """Settings by which a split reuses a subspace of earlier steps.
 
     Attributes:
         tensor: "input" or "grad_output".
         interval: optimizer steps from one search to the next.
-        refinements: products with the batch's Gram matrix before a kept basis is used.
+        refinements: multiplications of a kept basis by the batch's Gram matrix before use.
     """
 
     tensor: str
@@ -22,13 +22,13 @@ class Reuse(NamedTuple):
 
 
 class Slot:
-    """The host's side of one kept subspace.
+    """Host-side record of one kept subspace.
 
     Attributes:
-        contents: equal for two slots whose bases are equal: layers that read one tensor have equal
-            ones.
-        found: the same of the basis that calls of this step have found.
-        is_filled: whether a call has found one yet.
+        contents: identifies the basis; equal in slots with equal bases, as of layers that read the
+            same tensor.
+        found: identifies the basis that calls of this step found.
+        is_filled: whether a call has found a basis yet.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Slot:
 
 
 class KeptSubspace:
-    """The subspace of x or dy in one call. Equal ones give an equal split of one matrix.
+    """The subspace of x or dy in one call. Equal objects give equal splits of a matrix.
 
     Args:
-        basis: [c k], kept from an earlier step; None: the call has to find one.
-        target: [c k], where it is kept for later steps; None: nowhere.
+        basis: [c k], kept from an earlier step; None: the call must find one.
+        target: [c k], the buffer for a basis that the call finds; None: it is not kept.
         slot: of this tensor of the layer.
-        refinements: products with the Gram matrix of the batch that turn `basis` towards it.
+        refinements: multiplications by the batch's Gram matrix that adapt `basis` to the batch.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class KeptSubspace:
     def keep(self, v: Tensor) -> tuple[Tensor, object]:
         """Keep v [c k] for later steps, and return it for other layers (`take_over`).
 
-        With fewer columns, of a matrix of few rows, the rest becomes zero.
+        If v has fewer columns than the buffer, as for a matrix of few rows, the rest becomes zero.
         """
         found = v, object()
         self.take_over(found)
         return found
 
     def take_over(self, found: tuple[Tensor, object]) -> None:
-        """Keep what a call of this layer has found, or one of a layer with the same input."""
+        """Keep a basis that this layer, or a layer with the same input, found."""
         if self._target is None:
             return
         v, contents = found

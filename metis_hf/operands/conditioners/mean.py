@@ -1,4 +1,4 @@
-"""Mean removal: the mean of the rows and what is left are quantized apart (arXiv 2603.10444)."""
+"""Mean removal: the mean of the rows and the rest are quantized separately (arXiv 2603.10444)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from metis_hf.operands.conditioners.identity import IDENTITY
 class MeanRemoved(Conditioner):
     """x_hat = 1 Q(mu) + Q(x - 1 mu) with mu [1 c] the mean of the rows of x [t c].
 
-    The vector mu is stored along its length, in blocks of its own and with its own tensor scale,
-    whichever dimension the GEMM contracts. Rows of padding take no part in the mean.
+    mu is quantized in its own blocks along c and with its own tensor scale, whichever dimension the
+    GEMM contracts. Padding rows do not count in the mean.
 
     Args:
-        inner: the conditioner of the rest: with a rotation R it gives R^T Q(R (x - 1 mu)). Rows
-            and columns that it pads x with have no mean.
+        inner: the conditioner of the rest: a rotation R gives R^T Q(R (x - 1 mu)). The mean is not
+            added to rows and columns that it pads.
         exact: the mean is not quantized.
     """
 
@@ -138,7 +138,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _with_mean(rest: Tensor, mean: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Add the mean [1 c] to the rows of rest [t' c'] that a matrix of this shape [t c] has."""
+    """Add the mean [1 c] to the part [t c] of rest [t' c'] that is not padding."""
     rows, columns = shape
     if rest.shape == shape:
         return (rest + mean).to(dtype)
@@ -148,9 +148,9 @@ def _with_mean(rest: Tensor, mean: Tensor, shape: tuple[int, int], dtype: torch.
 
 
 def row_mean(x: Tensor, row_mask: Tensor | None = None) -> Tensor:
-    """Return [1 c], the mean of the rows of x [t c] that `row_mask` [t] keeps; fp32, fp64 for fp64.
+    """Return the mean [1 c] of the rows of x [t c] that `row_mask` [t] keeps, fp32 (fp64 for fp64).
 
-    Without a single such row the mask is ignored.
+    A mask that keeps no row is ignored.
     """
     x = as_fp32(x)
     if row_mask is None:

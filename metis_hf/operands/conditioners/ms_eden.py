@@ -1,6 +1,6 @@
 """MS-EDEN's random basis (Quartet II, arXiv 2601.22813): a Hadamard rotation with fresh signs.
 
-The quantizer's part, nearest elements and corrected scales, is `numerics.scaling.corrected_scale`.
+The quantizer's part (nearest elements, corrected scales) is `numerics.scaling.corrected_scale`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from metis_hf.transforms.hadamard import (
 
 
 class Contents(NamedTuple):
-    """Data of the noise keys of weight and input, which a gradient meets; 0-dim int32."""
+    """Data of the noise keys of weight and input, the partners of a gradient; 0-dim int32."""
 
     weight: Tensor
     input: Tensor
@@ -33,19 +33,20 @@ class Contents(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomHadamard(AroundQuantizer):
-    """x_hat = R^T Q(R x), R = H D: groups of 128 along `dim`, signs D of the content of a tensor.
+    """x_hat = R^T Q(R x), R = H D: groups of 128 along `dim`, signs D from a tensor's content.
 
-    Both operands of a GEMM that have their signs of the same tensor are in the same basis, as
-    hardware wants them: in dgrad the weight's signs, in wgrad the input's. So every input
-    and every state of a weight has fresh signs, an equal call equal ones, and nothing is drawn. The
-    result keeps the padding along `dim`, a multiple of 16: the product of the rotated copies
-    contains it. Where 128 does not divide that, groups are of the largest power of two that does.
+    Both operands of a GEMM take their signs from the same tensor, the weight in dgrad and the input
+    in wgrad, so that they share a basis, as hardware needs. Every input and every state of a weight
+    thus gets fresh signs, equal calls get equal signs, and nothing is drawn from a generator. The
+    result keeps the padding along `dim` to a multiple of 16, which the product of the rotated
+    copies includes. If 128 does not divide the padded length, the group size is the largest power
+    of two that does.
 
     Args:
-        seed: what signs depend on besides that content.
-        partner: "weight" or "input", whose signs a gradient takes; None: signs of the matrix's own
-            content, as its noise key has it.
-        content: of the partner, 0-dim int32; `bind` puts it in. Without, the matrix's own counts.
+        seed: of the signs, besides the content.
+        partner: "weight" or "input", the tensor whose signs a gradient takes; None: signs from the
+            data of the matrix's own noise key.
+        content: of the partner, 0-dim int32, set by `bind`; None: the matrix's own.
     """
 
     seed: int = 0

@@ -16,10 +16,10 @@ from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
 @dataclass(frozen=True)
 class Requantized(Conditioner):
-    """Quantizes to nearest along the columns, as fprop does, then quantizes that along `dim`.
+    """Quantizes to nearest along the columns, as fprop does, then quantizes Q(x) along `dim`.
 
-    In expectation the gradient then belongs to the very operands of the forward pass, since the
-    second quantization of Q(x) is unbiased; quantizing x instead would not give that.
+    The second quantization is unbiased, so the expected gradient is the gradient at the operands of
+    the forward pass. Quantizing x itself would not give that gradient.
 
     Args:
         second: the conditioner of the second quantization.

@@ -19,13 +19,13 @@ from metis_hf.transforms.rotation import rotate_by
 class _Rotated(AroundQuantizer):
     """x_hat = R^T Q(R x): rotated along one dimension, quantized, rotated back.
 
-    In a GEMM that contracts the rotated dimension, an equal rotation of the other operand cancels:
-    the result is the product of the two quantized matrices. Along the other dimension the rotation
-    comes out of the product, which is then rotated back. Blocks run along the contracted dimension
-    either way.
+    If the GEMM contracts the rotated dimension, an equal rotation of the other operand cancels, and
+    the result is the product of the two quantized matrices. A rotation of the other dimension
+    factors out of the product, which is then rotated back. Blocks run along the contracted
+    dimension either way.
 
     Args:
-        seed: of the rotation, which is the same for every tensor of that length.
+        seed: of the rotation, which is the same for all dimensions of the same length.
         across: rotate the dimension that the GEMM does not contract.
     """
 

@@ -1,4 +1,4 @@
-"""The spectral conditioner: thin factors and a residual, quantized apart."""
+"""The spectral conditioner: thin factors and a residual, quantized separately."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ from metis_hf.transforms.spectral import fewest_rows, find_basis
 
 @dataclass(frozen=True)
 class Spectral(Conditioner):
-    """Splits the dominant subspace off and quantizes factors and residual apart.
+    """Splits off the dominant subspace, and quantizes factors and residual separately.
 
     arXiv 2509.00404: A Lambda B^T + X_R with A = `a`, Lambda = `lam`, B = `v`.
 
     Args:
         rank: k; fewer where the matrix has fewer rows or columns.
-        sample_frac: share of rows that the subspace is estimated from.
+        sample_frac: share of rows from which the subspace is estimated.
         n_iter: power iterations.
-        rows: sampled rows, or sums of rows, for each column of the sketch, at least.
-        summed: from sums of rows with random signs, in which every row takes part
+        rows: least number of sampled rows, or sums of rows, for each column of the sketch.
+        summed: estimate the subspace from sums of all rows with random signs
             (`transforms.spectral.sum_rows`); the paper samples rows.
-        compensated: take the residual against the *quantized* low-rank part, so that the
-            residual carries the rounding errors of the factors too; the paper takes it against
-            the exact one.
-        reuse: whose subspace of earlier steps it takes, where the layer's state keeps one
-            (`schemes.subspaces`); None: it finds one in each call.
-        kept: that subspace, in a call.
+        compensated: subtract the *quantized* low-rank part from x, so that the residual also
+            carries the rounding errors of the factors; the paper subtracts the exact one.
+        reuse: settings of the subspace that the layer's state keeps (`schemes.subspaces`); None:
+            each call finds its own.
+        kept: that subspace, bound for one call.
     """
 
     rank: int
@@ -82,7 +81,7 @@ class Spectral(Conditioner):
         row_mask: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, LowRank | None]:
-        """Return the result of a call and its low-rank part; None for a matrix without entries."""
+        """Return (result of a call, its low-rank part or, for an empty matrix, None)."""
         if x.numel() == 0:
             return x.to(dtype), None
         a, lam, v, _ = self._find(x, key=key, row_mask=row_mask)
@@ -119,7 +118,7 @@ class Spectral(Conditioner):
         row_mask: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Encoded:
-        """Do what `Conditioner.encode` says; in the `dtype` of a GEMM kernels write values too."""
+        """Run `Conditioner.encode`; given the `dtype` of a GEMM, kernels also write the values."""
         a, lam, v, found = self._find(x, key=key, row_mask=row_mask)
         shape = (x.shape[0], x.shape[1])
         kernels = self._kernels(quantizer, lam, dim, shape)
@@ -177,7 +176,7 @@ class Spectral(Conditioner):
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, LowRank | None]:
-        """Return the other half of `with_factors`."""
+        """Return the result of `with_factors` from its codes."""
         low = encoded.low or self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
         encoded = encoded._replace(low=low)
         return self.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype), low
@@ -206,7 +205,7 @@ class Spectral(Conditioner):
     def _low(
         packed: Sequence[Any], quantizer: Quantizer, *, dim: int, shape: tuple[int, int]
     ) -> LowRank:
-        """Read the packed factors of a matrix of that shape."""
+        """Unpack the factors of a matrix of that shape."""
         lam = packed[6]
         (t, c), k = shape, lam.shape[0]
         a_hat = unpack(Packed(*packed[:3]), quantizer, dim=dim, shape=(t, k))
@@ -216,7 +215,7 @@ class Spectral(Conditioner):
     def _quantize_factors(
         self, a: Tensor, lam: Tensor, v: Tensor, quantizer: Quantizer, dim: int, key: Key
     ) -> tuple[LowRank, Tensor, Tensor]:
-        """Return (quantized low-rank part, its product, what x is taken against)."""
+        """Return (quantized low-rank part, its product, matrix to subtract from x)."""
         # Row blocks of every part run along the dimension that the GEMM contracts.
         a_hat = quantizer(a, dim=dim, key=key.fold(1)).to(v.dtype)
         vh_hat = quantizer(v.T, dim=dim, key=key.fold(2)).to(v.dtype)
@@ -227,7 +226,7 @@ class Spectral(Conditioner):
     def _kernels(
         self, quantizer: Quantizer, lam: Tensor, dim: int, shape: tuple[int, int]
     ) -> ModuleType | None:
-        """Return the kernels that multiply the packed factors out themselves, if any do."""
+        """Return the kernels that multiply out the packed factors; None if there are none."""
         if not self.compensated or type(quantizer) is not Quantizer:
             return None
         return fused.taking_low(lam, quantizer, dim=dim, shape=shape)
@@ -237,14 +236,14 @@ class Spectral(Conditioner):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (a [t k], lam [k], v [c k]), not quantized: x ~ a diag(lam) v^T.
 
-        v from sampled rows, or kept from an earlier step; a and lam by projecting every row.
+        v comes from sampled rows or an earlier step; a and lam come from projecting every row.
         """
         return self._find(x, key=key, row_mask=row_mask)[:3]
 
     def _find(
         self, x: Tensor, *, key: Key, row_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Do what `split` says; the last of four is what is kept of it for later steps."""
+        """Return the result of `split`, and `Encoded.found` for later steps."""
         kept, found = self.kept, None
         v = None if kept is None else kept.basis
         if v is not None and x.dtype is torch.float64:
@@ -258,7 +257,7 @@ class Spectral(Conditioner):
     def _subspace(
         self, x: Tensor, start: Tensor | None, *, key: Key, row_mask: Tensor | None
     ) -> Tensor:
-        """Find v [c k] of x [t c], from a kept basis [c k] if there is one."""
+        """Find v [c k] of x [t c], starting from a kept basis [c k] if there is one."""
         rank = min(self.rank, *x.shape)
         rows: dict[str, Any] = {
             "sample_frac": self.sample_frac,
@@ -276,7 +275,7 @@ class Spectral(Conditioner):
 def _pack_factors(
     a: Tensor, lam: Tensor, v: Tensor, quantizer: Quantizer, dim: int, key: Key, dtype: torch.dtype
 ) -> tuple[Low, LowRank] | None:
-    """Return the packed factors, and their values in the dtype of the GEMM; None: no kernel can."""
+    """Return (packed factors, their values in the GEMM's dtype); None if no kernel can do both."""
     options: dict[str, Any] = {"dim": dim, "dtype": dtype, "scaled": True}
     left, a_hat = pack_with_values(a, quantizer, key=key.fold(1), **options)
     right, vh_hat = pack_with_values(v.T, quantizer, key=key.fold(2), **options)

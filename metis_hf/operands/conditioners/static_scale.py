@@ -1,8 +1,8 @@
-"""Tensor scales that are known before the tensor is, as in deployed models.
+"""Static tensor scales, as in deployed models.
 
-A deployed NVFP4 layer computes the block scales of its input on the way, under one scale of the
-tensor that calibration fixed. Which amax that scale is made of is the layer's state
-(`schemes.states.StaticScales`): a scheme holds a `StaticScale`, and the plan of a call binds it.
+A deployed NVFP4 layer computes the block scales of its input dynamically, under a tensor scale that
+calibration fixed. The layer's state (`schemes.states.StaticScales`) provides the amax for that
+scale: a scheme holds a `StaticScale`, and the plan of a call binds it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from metis_hf.operands.kept import Mark, mark_of
 
 
 class TensorAmax(NamedTuple):
-    """The amax that tensor scales of one call are made of; 0-dim fp32, frozen for backward.
+    """The amax values for the tensor scales of one call; 0-dim fp32, frozen for backward.
 
     Attributes:
         input: of the input.
         weight: of the weight.
-        fixed: both are the buffers of a layer whose scales are fixed, the same in every call.
+        fixed: both are buffers of a layer with frozen scales, the same in every call.
     """
 
     input: Tensor
@@ -32,7 +32,7 @@ class TensorAmax(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticScale(Identity):
-    """The place of a `GivenScale` in a scheme; by itself it takes the tensor's own amax.
+    """Placeholder for a `GivenScale` in a scheme; unbound, it uses the tensor's own amax.
 
     Args:
         weight: whether the matrix is the weight, rather than the input.
@@ -49,11 +49,11 @@ class StaticScale(Identity):
 
 @dataclass(frozen=True, eq=False)
 class GivenScale(Identity):
-    """Quantizes under a tensor scale made of `amax`; equal to others with the same mark.
+    """Quantizes with a tensor scale from `amax`; equal to others with the same mark.
 
     Args:
         amax: 0-dim fp32.
-        mark: of an amax that stays from call to call; None: equal to no other scale.
+        mark: of an amax that is the same in every call; None: compared by identity.
     """
 
     amax: Tensor
