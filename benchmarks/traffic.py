@@ -78,13 +78,12 @@ def counting(gemm_from: int | None = None) -> Iterator[Count]:
     run = cpu.run
     count = Count(gemm_from)
 
-    def counted(variant: Any, key: Any, x: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    def counted(task: str, *options: Any, **tensors: Tensor | None) -> None:
         with _disable_current_modes():
-            out = run(variant, key, x, *others)
-        count.bytes += size_of((x, {id(other): other for other in others}, out))
-        if variant.task != "unpack" and variant.two_level and others[0] is None:
-            count.bytes += size_of((x, others[1]))  # the pass that finds the amax
-        return out
+            run(task, *options, **tensors)
+        count.bytes += size_of({id(tensor): tensor for tensor in tensors.values()})
+        if tensors.get("decode") is not None and tensors["given"] is None:
+            count.bytes += size_of((tensors["x"], tensors["minus"]))  # the pass that finds the amax
 
     with (
         mock.patch.object(cpu, "run", counted),

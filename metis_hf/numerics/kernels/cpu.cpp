@@ -1,14 +1,16 @@
 // NVFP4 quantizers for CPUs, with the same bits as `numerics.definition`, in one pass over memory;
 // a pass for amax comes first if the tensor has an outer scale.
 //
-// Tensors are in the layout of `layout.form_of`. A tile is 16 rows of 16 consecutive elements. With
-// row blocks, each row of a tile is a block; with column blocks, each column; with squares, the
-// whole tile. The scales of a tile's blocks are computed in parallel, one block per lane. Compile
-// without contraction into fused multiply-adds (-ffp-contract=off).
+// A matrix is cut into spans of 16 consecutive elements of a row; the last span of a row may be
+// shorter. A tile is 16 spans. With row blocks, a tile is the next 16 spans of the matrix, and each
+// span is a block. Otherwise a tile is 16 spans below each other; its columns are the blocks, or the
+// whole tile is one (squares). The scales of a tile's blocks are computed in parallel, one block per
+// lane. Compile without contraction into fused multiply-adds (-ffp-contract=off).
 #include <stdint.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <vector>
 
 // Elements per vector register. Compilers generate poor code for vectors wider than the machine's.
@@ -219,7 +221,6 @@ INLINE F load(const void *x, int64_t at, int dtype) {
   return number(pick(exponent > all(0), finite, small) | left(w & 0x8000, 16));
 }
 
-
 INLINE void store(void *y, int64_t at, F v, int dtype) {
   if (dtype == FP32) {
     EACH *(LooseFloats *)((float *)y + at + i * W) = v.p[i];
@@ -314,7 +315,7 @@ enum { ABSMAX, TRIED, EDEN };
 
 extern "C" {
 struct Options {
-  int32_t tile, rule, two_level, up, stochastic, scaled, rows, in, out;
+  int32_t tile, rule, two_level, up, stochastic, scaled, by_row, in, out;
   int32_t tried;  // number of candidate scales
   float factors[8];
   float largest_value, to_code, clip;
@@ -326,8 +327,8 @@ struct Call {
   void *y;         // values, or codes
   uint8_t *scale;  // block scales of packed codes
   float *decode;
-  int64_t groups, columns;  // number of 16-row groups, of 16-column groups; row blocks: blocks, 1
-  uint32_t first, second;   // seeds of the noise
+  int64_t rows, columns;
+  uint32_t first, second;  // seeds of the noise
 };
 }
 
@@ -337,21 +338,62 @@ struct Task {
   Options o;
   Call c;
   I lanes;
+  int64_t across;        // spans per row
   float encode, decode;  // the tensor's outer scale, if rows have none of their own
 
-  int64_t tiles() const { return o.tile == ROWS ? (c.groups + 15) / 16 : c.groups * c.columns; }
-  int64_t place(int64_t tile) const {  // of a tile's first row, in units of 16 elements
-    return o.tile == ROWS ? tile * 16 : tile / c.columns * 16 * c.columns + tile % c.columns;
+  int64_t spans() const { return c.rows * across; }
+  int64_t tiles() const {
+    return o.tile == ROWS ? (spans() + 15) / 16 : (c.rows + 15) / 16 * across;
   }
-  int64_t step() const { return o.tile == ROWS ? 1 : c.columns; }  // row stride in the same units
-  int count(int64_t tile) const {  // number of rows
-    return o.tile == ROWS ? (int)std::min<int64_t>(16, c.groups - tile * 16) : 16;
+  int64_t first(int64_t tile) const {  // span of a tile
+    return o.tile == ROWS ? tile * 16 : tile / across * 16 * across + tile % across;
+  }
+  int64_t step() const { return o.tile == ROWS ? 1 : across; }  // from one span of a tile to the next
+  int count(int64_t tile) const {                               // spans that exist, at most 16
+    int64_t left = o.tile == ROWS ? spans() - tile * 16 : c.rows - tile / across * 16;
+    return (int)std::min<int64_t>(16, left);
   }
 };
 
-INLINE F read(const Task &t, int64_t place) {
-  F x = load(t.c.x, place * 16, t.o.in);
-  return t.c.minus ? x - load(t.c.minus, place * 16, FP32) : x;
+// The first element and the length of a span, in a matrix whose rows do not end with a whole span.
+struct Edge {
+  int64_t at;
+  int count;
+  Edge(int64_t span, int64_t across, int64_t columns) {
+    int64_t column = span % across * 16;
+    at = span / across * columns + column;
+    count = (int)std::min<int64_t>(16, columns - column);
+  }
+};
+static __attribute__((noinline)) F load_edge(const void *x, Edge edge, int dtype) {
+  if (edge.count == 16) return load(x, edge.at, dtype);
+  int size = dtype == FP32 ? 4 : 2;
+  F buffer = all(0.f);
+  memcpy(&buffer, (const char *)x + edge.at * size, edge.count * size);
+  return load(&buffer, 0, dtype);
+}
+static __attribute__((noinline)) void store_edge(void *y, Edge edge, F v, int dtype) {
+  if (edge.count == 16) return store(y, edge.at, v, dtype);
+  int size = dtype == FP32 ? 4 : 2;
+  F buffer;
+  store(&buffer, 0, v, dtype);
+  memcpy((char *)y + edge.at * size, &buffer, edge.count * size);
+}
+
+INLINE F load_span(const Task &t, const void *x, int64_t span, int dtype) {
+  if (t.c.columns == t.across * 16) return load(x, span * 16, dtype);
+  return load_edge(x, Edge(span, t.across, t.c.columns), dtype);
+}
+INLINE F read(const Task &t, int64_t span) {
+  F x = load_span(t, t.c.x, span, t.o.in);
+  return t.c.minus ? x - load_span(t, t.c.minus, span, FP32) : x;
+}
+INLINE void write(const Task &t, int64_t span, F v) {
+  if (t.c.plus) v = at_most(v, FLT_TOP) + load_span(t, t.c.plus, span, FP32);
+  if (t.c.columns == t.across * 16)
+    store(t.c.y, span * 16, v, t.o.out);
+  else
+    store_edge(t.c.y, Edge(span, t.across, t.c.columns), v, t.o.out);
 }
 
 // The largest magnitude of each block. Compared as integers, NaN is larger than all numbers.
@@ -432,9 +474,9 @@ INLINE F encode_of(F largest, const Options &o) {
 INLINE Scales scales_of(const Task &t, int64_t tile, const F *m, int count) {
   const Options &o = t.o;
   F amax = block_amax(m, o.tile), encode = all(t.encode), decode = all(t.decode);
-  if (o.two_level && o.rows) {
+  if (o.two_level && o.by_row) {
     float rows[16] = {};
-    for (int r = 0; r < count; r++) rows[r] = t.c.given[tile * 16 + r];
+    for (int r = 0; r < count; r++) rows[r] = t.c.given[(tile * 16 + r) / t.across];
     encode = encode_of(load(rows, 0, FP32), o);
     decode = all(1.f) / encode;
   }
@@ -471,17 +513,18 @@ INLINE void prepare(const Task &t, int64_t tile, Tile &w, int count) {
   store(w.scale, 0, w.s.scale, FP32);
   store(w.inverse, 0, w.s.inverse, FP32);
   store(w.decode, 0, w.s.decode, FP32);
-  if (t.o.rows)
-    for (int r = 0; r < count; r++) t.c.decode[tile * 16 + r] = w.decode[r];
+  if (!t.o.by_row) return;
+  for (int r = 0; r < count; r++)
+    if ((tile * 16 + r) % t.across == 0) t.c.decode[(tile * 16 + r) / t.across] = w.decode[r];
 }
 
 template <bool PACK>
-INLINE void round_row(const Task &t, int64_t place, Tile &w, int r) {
+INLINE void round_span(const Task &t, int64_t span, Tile &w, int r) {
   const Options &o = t.o;
   bool row = o.tile == ROWS;
   F y = w.m[r] * (row ? all(w.inverse[r]) : w.s.inverse), a = at_most(absolute(y), 6.f);
   if (o.stochastic) {
-    uint32_t block = mix((uint32_t)place + t.c.first) + t.c.second;
+    uint32_t block = mix((uint32_t)span + t.c.first) + t.c.second;
     a = stochastic(a, uniform(all((int32_t)block), t.lanes));
   } else {
     a = nearest(a);
@@ -492,25 +535,26 @@ INLINE void round_row(const Task &t, int64_t place, Tile &w, int r) {
   }
   F v = number(bits(a) | (bits(y) & (int32_t)0x80000000)) * (row ? all(w.scale[r]) : w.s.scale);
   if (o.two_level && o.scaled) v = v * (row ? all(w.decode[r]) : w.s.decode);
-  if (t.c.plus) v = at_most(v, FLT_TOP) + load(t.c.plus, place * 16, FP32);
-  store(t.c.y, place * 16, v, o.out);
+  write(t, span, v);
 }
 
-INLINE void write_codes(const Task &t, int64_t tile, const Tile &w, int count) {
+INLINE void write_codes(const Task &t, int64_t tile, Tile &w, int count) {
   uint8_t *out = (uint8_t *)t.c.y;
   I bytes = e4m3_bytes(w.s.scale);
+  for (int r = count; r < 16; r++) w.codes[r] = all(0);
   if (t.o.tile == ROWS) {
-    for (int r = 0; r + 1 < count; r += 2)
-      narrow(out + (tile * 16 + r) * 8, w.codes[r] | left(w.codes[r + 1], 4));
     uint8_t all_bytes[16];
     narrow(all_bytes, bytes);
-    for (int r = 0; r < count; r++) t.c.scale[tile * 16 + r] = all_bytes[r];
+    if (count < 16) all_bytes[count] = 0;
+    for (int r = 0; r < count; r += 2) {
+      narrow(out + (tile * 16 + r) * 8, w.codes[r] | left(w.codes[r + 1], 4));
+      memcpy(t.c.scale + tile * 16 + r, all_bytes + r, 2);
+    }
     return;
   }
-  int64_t group = tile / t.c.columns, column = tile % t.c.columns;
+  int64_t group = tile / t.across, column = tile % t.across;
   for (int r = 0; r < 8; r++)
-    narrow(out + ((group * 8 + r) * t.c.columns + column) * 16,
-                w.codes[r] | left(w.codes[r + 8], 4));
+    narrow(out + ((group * 8 + r) * t.across + column) * 16, w.codes[r] | left(w.codes[r + 8], 4));
   if (t.o.tile == SQUARES)
     t.c.scale[tile] = (uint8_t)bytes.p[0][0];
   else
@@ -522,13 +566,13 @@ template <bool PACK>
 INLINE void quantize_tiles(const Task &t, int64_t tile, int tiles) {
   Tile w[ABREAST];
   int count = t.count(tile);
-  int64_t place = t.place(tile), step = t.step();
+  int64_t span = t.first(tile), step = t.step();
   for (int r = 0; r < 16; r++)
     for (int k = 0; k < tiles; k++)
-      w[k].m[r] = r < count ? read(t, place + r * step + k) : all(0.f);
+      w[k].m[r] = r < count ? read(t, span + r * step + k) : all(0.f);
   for (int k = 0; k < tiles; k++) prepare(t, tile + k, w[k], count);
   for (int r = 0; r < count; r++)
-    for (int k = 0; k < tiles; k++) round_row<PACK>(t, place + r * step + k, w[k], r);
+    for (int k = 0; k < tiles; k++) round_span<PACK>(t, span + r * step + k, w[k], r);
   if (PACK)
     for (int k = 0; k < tiles; k++) write_codes(t, tile + k, w[k], count);
 }
@@ -548,18 +592,16 @@ INLINE void unpack_tile(const Task &t, int64_t tile) {
     s = e4m3_values(widen(t.c.scale + tile * 16));
   }
   const uint8_t *x = (const uint8_t *)t.c.x;
-  int64_t columns = t.c.columns, group = tile / columns, column = tile % columns;
-  int64_t first = t.place(tile), step = t.step();
+  int64_t group = tile / t.across, column = tile % t.across;
+  int64_t first = t.first(tile), step = t.step();
   for (int r = 0; r < count; r++) {
     bool row = o.tile == ROWS, upper = row ? r % 2 : r > 7;
-    int64_t at = row ? (tile * 16 + r) / 2 : (group * 8 + r % 8) * columns + column;
+    int64_t at = row ? (tile * 16 + r) / 2 : (group * 8 + r % 8) * t.across + column;
     I code = widen(x + at * 16);
     code = upper ? right(code, 4) : code & 15;
-    int64_t place = first + r * step;
     F v = e2m1_values(code) * (row ? all(scale[r]) : s);
-    if (t.c.given) v = v * all(o.rows ? t.c.given[tile * 16 + r] : *t.c.given);
-    if (t.c.plus) v = at_most(v, FLT_TOP) + load(t.c.plus, place * 16, FP32);
-    store(t.c.y, place * 16, v, o.out);
+    if (t.c.given) v = v * all(t.c.given[o.by_row ? (tile * 16 + r) / t.across : 0]);
+    write(t, first + r * step, v);
   }
 }
 
@@ -586,17 +628,16 @@ static I lane_hashes() {
 }
 
 static Task task_of(const Options *options, const Call *call) {
-  return {*options, *call, lane_hashes(), 1, 1};
+  return {*options, *call, lane_hashes(), (call->columns + 15) / 16, 1, 1};
 }
 
 static float largest_of(const Task &t, int threads) {
   std::vector<int32_t> found(std::max(threads, 1));
   int32_t *at = found.data();
-  int64_t rows = t.c.groups * t.c.columns * (t.o.tile == ROWS ? 1 : 16);
-  share(rows, threads, [&t, at](int64_t part, int64_t from, int64_t to) {
+  share(t.spans(), threads, [&t, at](int64_t part, int64_t from, int64_t to) {
     I best[4] = {all(0), all(0), all(0), all(0)};
-    for (int64_t row = from; row < to; row++)
-      best[row % 4] = larger(best[row % 4], bits(absolute(read(t, row))));
+    for (int64_t span = from; span < to; span++)
+      best[span % 4] = larger(best[span % 4], bits(absolute(read(t, span))));
     at[part] = largest_lane(larger(larger(best[0], best[1]), larger(best[2], best[3])));
   }, 16 * 32);
   union {
@@ -609,7 +650,7 @@ static float largest_of(const Task &t, int threads) {
 template <bool PACK>
 static void quantize_all(const Options *options, const Call *call, int threads) {
   Task t = task_of(options, call);
-  if (t.o.two_level && !t.o.rows) {
+  if (t.o.two_level && !t.o.by_row) {
     float largest = t.c.given ? *t.c.given : largest_of(t, threads);
     t.encode = lane(encode_of(all(largest), t.o), 0);
     *t.c.decode = t.decode = 1.f / t.encode;
@@ -617,7 +658,7 @@ static void quantize_all(const Options *options, const Call *call, int threads) 
   share(t.tiles(), threads, [&t](int64_t, int64_t from, int64_t to) {
     int abreast = t.o.tile == ROWS ? 1 : ABREAST;
     for (int64_t tile = from; tile < to;) {
-      int64_t left = t.o.tile == ROWS ? 1 : t.c.columns - tile % t.c.columns;
+      int64_t left = t.o.tile == ROWS ? 1 : t.across - tile % t.across;
       int tiles = (int)std::min<int64_t>(abreast, std::min(left, to - tile));
       quantize_tiles<PACK>(t, tile, tiles);
       tile += tiles;
@@ -637,14 +678,9 @@ void draw(float *out, int64_t rows, int64_t width, uint32_t first, uint32_t seco
   I lanes = lane_hashes();
   int64_t across = (width + 15) / 16;
   share(rows * across, threads, [=](int64_t, int64_t from, int64_t to) {
-    for (int64_t block = from; block < to; block++) {
-      int64_t column = block % across * 16;
-      F noise = uniform(all((int32_t)(mix((uint32_t)block + first) + second)), lanes);
-      float *row = out + block / across * width + column;
-      if (column + 16 <= width)
-        store(row, 0, noise, FP32);
-      else
-        std::copy_n((const float *)&noise, width - column, row);
+    for (int64_t span = from; span < to; span++) {
+      F noise = uniform(all((int32_t)(mix((uint32_t)span + first) + second)), lanes);
+      store_edge(out, Edge(span, across, width), noise, FP32);
     }
   });
 }

@@ -24,33 +24,11 @@ BLOCK = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that kernels read and write
 # Kernels use 32-bit indices, up to the end of the last program and of the last, padded blocks.
 _MAX_ELEMENTS = 2**31 - 2**13
-_ROW_DIMS, _PAIR_DIMS, _COLUMN_DIMS, _SQUARE_DIMS = (1,), (2,), (1,), (1, 3)
 
 
 def readable(x: Tensor) -> Tensor:
     """Return the tensor in a dtype that kernels read."""
     return x if x.dtype in DTYPES else x.float()
-
-
-class Form(NamedTuple):
-    """A tensor cut into blocks, the input of kernels."""
-
-    x: Tensor  # [b 16], [p 2 16] or [g 16 c 16], contiguous
-    dims: tuple[int, ...]  # dimensions inside a block
-    padded: torch.Size  # shape of the padded tensor before it was cut
-    shape: torch.Size  # shape without padding
-
-    def restore(self, values: Tensor) -> Tensor:
-        """Reshape a result in the layout of `x` to the original shape."""
-        if values.dim() == 3:  # the last pair may contain a block of padding
-            values = values.view(-1)[: self.padded.numel()]
-        values = values.view(self.padded)
-        if self.padded == self.shape:
-            return values
-        values = values[..., : self.shape[-1]]
-        if len(self.shape) > 1:
-            values = values[..., : self.shape[-2], :]
-        return values.reshape(self.shape)
 
 
 class Packed(NamedTuple):
@@ -203,7 +181,7 @@ def covers_rule(shape: Sequence[int], quantizer: QuantizerDefinition, dim: int) 
     return quantizer.rounding is Rounding.NEAREST and whole
 
 
-def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Form:
+def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Tensor:
     """Pad a tensor with `has_form` to whole blocks and cut it.
 
     The last dimension is padded even if blocks run along another one, because noise is drawn in
@@ -213,58 +191,26 @@ def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Form:
         x: the tensor.
         tile: shape of its blocks.
         dim: the dimension that row blocks run along.
-        paired: whether to pair row blocks, [p 2 16], with a block of zeros after an odd number.
+        paired: whether to pair row blocks, with a block of zeros after an odd number.
+
+    Returns:
+        [b 16], [p 2 16] or [g 16 c 16], contiguous.
     """
-    shape = x.shape
     along_rows = tile is Tile.ROW and dim % x.dim() == x.dim() - 1
     matrix = x if x.dim() > 1 else x[None]
     columns = -matrix.shape[-1] % BLOCK
     rows = 0 if along_rows else -matrix.shape[-2] % BLOCK
     if rows or columns:
         matrix = F.pad(matrix, (0, columns, 0, rows))
-    padded = matrix.shape if rows or columns else shape
     matrix = matrix.contiguous()
-    if along_rows:
-        blocks = matrix.view(-1, BLOCK)
-        if not paired:
-            return Form(blocks, _ROW_DIMS, padded, shape)
-        if len(blocks) % 2:
-            blocks = F.pad(blocks, (0, 0, 0, 1))
-        return Form(blocks.view(-1, 2, BLOCK), _PAIR_DIMS, padded, shape)
-    form = matrix.view(-1, BLOCK, matrix.shape[-1] // BLOCK, BLOCK)
-    return Form(form, _SQUARE_DIMS if tile is Tile.SQUARE else _COLUMN_DIMS, padded, shape)
-
-
-def amax_of_rows(x: Tensor, minus: Tensor | None, *, paired: bool = False) -> Tensor:
-    """Return, for each row block, the largest magnitude of its row, fp32 [b 1] or [p 2 1].
-
-    Args:
-        x: [.. n].
-        minus: in the shape of `x`, subtracted first.
-        paired: as in `form_of`.
-    """
-    rows = x if minus is None else x - minus
-    return _repeated(rows.abs().amax(-1).float().view(-1, 1), x.shape[-1], paired)
-
-
-def scale_of_rows(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the outer scale of each row [.. 1] from copies for each row block."""
-    across = -(-shape[-1] // BLOCK)
-    rows = math.prod(shape[:-1])
-    return scale.flatten()[: rows * across].view(rows, across)[:, 0].reshape(*shape[:-1], 1)
-
-
-def scale_of_pairs(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Repeat outer scales of rows [t 1] for each row block [p 2 1] of a matrix that `packs`."""
-    return _repeated(scale, shape[-1], paired=True)
-
-
-def _repeated(rows: Tensor, length: int, paired: bool) -> Tensor:
-    """Repeat numbers of rows [t 1] for their blocks [b 1] or [p 2 1]; zero for a padding block."""
-    blocks = rows.repeat_interleave(-(-length // BLOCK), 0)
+    if not along_rows:
+        return matrix.view(-1, BLOCK, matrix.shape[-1] // BLOCK, BLOCK)
+    blocks = matrix.view(-1, BLOCK)
     if not paired:
         return blocks
-    return F.pad(blocks, (0, 0, 0, len(blocks) % 2)).view(-1, 2, 1)
+    if len(blocks) % 2:
+        blocks = F.pad(blocks, (0, 0, 0, 1))
+    return blocks.view(-1, 2, BLOCK)
 
 
 def packs(shape: Sequence[int], tile: Tile, dim: int) -> bool:
@@ -274,17 +220,8 @@ def packs(shape: Sequence[int], tile: Tile, dim: int) -> bool:
     return tile is Tile.SQUARE or in_row_blocks(tile, dim) or shape[1] % BLOCK == 0
 
 
-def packed_form(
-    codes: Tensor, scale: Tensor, shape: tuple[int, int], tile: Tile, dim: int
-) -> tuple[Form, Tensor]:
-    """Return the form of packed codes, and their block scales, of a matrix that `packs`."""
-    down, across = -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
-    if in_row_blocks(tile, dim):
-        padded = torch.Size((shape[0], across * BLOCK))
-        form = Form(codes.view(-1, BLOCK), _PAIR_DIMS, padded, torch.Size(shape))
-        return form, scale.view(-1, 2, 1)
-    square = tile is Tile.SQUARE
-    padded = torch.Size((down * BLOCK, across * BLOCK))
-    view = codes.view(down, BLOCK // 2, across, BLOCK)
-    form = Form(view, _SQUARE_DIMS if square else _COLUMN_DIMS, padded, torch.Size(shape))
-    return form, scale.view(down, 1, across, 1 if square else BLOCK)
+def padded_shape(shape: tuple[int, int], tile: Tile, dim: int) -> torch.Size:
+    """Return the shape of a matrix that `packs`, padded to whole blocks."""
+    rows, columns = shape
+    rows += 0 if in_row_blocks(tile, dim) else -rows % BLOCK
+    return torch.Size((rows, columns + -columns % BLOCK))

@@ -145,9 +145,7 @@ def _pack(
     amax: Tensor | None,
 ) -> list[Tensor]:
     options: dict[str, Any] = {"key": _key(static, data), "minus": minus, "amax": amax}
-    quantizer = _quantizer(choices)
-    codes, *scales = in_force.pack(x, quantizer, dim=dim, **options)
-    return _new(codes.view(_shapes(x, quantizer, dim)[0]), *scales)
+    return _new(*in_force.pack(x, _quantizer(choices), dim=dim, **options))
 
 
 @_pack.register_fake

@@ -28,7 +28,7 @@ from metis_hf.numerics.kernels.layout import (
     Packed,
     form_of,
     in_row_blocks,
-    packed_form,
+    padded_shape,
     readable,
 )
 from metis_hf.numerics.kernels.triton_amax import Outer, outer_of
@@ -177,8 +177,8 @@ def pack_with_values(
     if values is None or values.shape == x.shape:
         return packed, values
     rows, columns = x.shape
-    form, _ = packed_form(*packed[:2], (rows, columns), quantizer.tile, dim)
-    return packed, _without_padding(values, form.padded, form.shape)
+    padded = padded_shape((rows, columns), quantizer.tile, dim)
+    return packed, _without_padding(values, padded, x.shape)
 
 
 def _pack(
@@ -238,7 +238,7 @@ def unpack(
     tile, codes = quantizer.tile, packed.codes
     padded = torch.Size(shape)
     if groups is None:
-        padded = packed_form(codes, packed.scale, shape, tile, dim)[0].padded
+        padded = padded_shape(shape, tile, dim)
     along_rows = in_row_blocks(tile, dim)
     columns = (groups.size if groups else BLOCK) if along_rows and not low else padded[1]
     values = torch.empty(2 * codes.numel() // columns, columns, dtype=dtype, device=codes.device)
@@ -276,7 +276,7 @@ def _work_form(x: Tensor, tile: Tile, dim: int, groups: Groups | None = None) ->
     """
     if groups is not None and not in_row_blocks(tile, dim):
         return x
-    form = form_of(x, tile, dim, paired=True).x
+    form = form_of(x, tile, dim, paired=True)
     row_of_blocks = groups.size if groups is not None else BLOCK
     return form.view(-1, row_of_blocks if form.dim() == 3 else form.shape[2] * BLOCK)
 

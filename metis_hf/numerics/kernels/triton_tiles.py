@@ -160,7 +160,7 @@ def matrix_of(x: Tensor, along_rows: bool, groups: Groups | None = None) -> Tens
     """
     x = readable(x)
     if groups is not None:
-        return form_of(x, Tile.ROW, -1).x.view(-1, groups.size) if along_rows else x
+        return form_of(x, Tile.ROW, -1).view(-1, groups.size) if along_rows else x
     if along_rows and x.is_contiguous() and x.shape[-1] % BLOCK == 0:
         return x.view(-1, BLOCK)  # so that no tile is half empty because rows are few or short
     return x.reshape(-1, x.shape[-1])

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from metis_hf import noise
 from metis_hf.numerics import Quantizer, fake_quantize
 from metis_hf.numerics.kernels import cpu, cpu_library, use_kernels
-from metis_hf.numerics.kernels.layout import BLOCK, covers, form_of, has_form
+from metis_hf.numerics.kernels.layout import BLOCK, covers, form_of, has_form, padded_shape
 from numerics.cases import assert_same_bits
 from numerics.helpers import DTYPES, operators, seeded
 from numerics.kernels.kernel_tools import (
@@ -183,10 +183,12 @@ def test_forms_cover_whole_blocks() -> None:
     assert has_form(x, Quantizer().tile, -1)
     assert not has_form(x, Quantizer().tile, 0)
     assert not has_form(x, Quantizer().tile, 1)  # padded rows would move the noise
-    assert form_of(x, Quantizer().tile, -1).x.shape == (3 * 20 * 3, BLOCK)
+    rows = form_of(x, Quantizer().tile, -1)
+    assert torch.equal(rows.view(3, 20, 48)[..., :33], x)
     matrix = form_of(x[0], Quantizer().tile, 0)
-    assert matrix.x.shape == (2, BLOCK, 3, BLOCK)
-    assert_same_bits(matrix.restore(matrix.x), x[0])
+    assert matrix.shape == (2, BLOCK, 3, BLOCK)
+    assert torch.equal(matrix.view(32, 48)[:20, :33], x[0])
+    assert padded_shape((20, 33), Quantizer().tile, 0) == (32, 48)
 
 
 @pytest.mark.parametrize(
