@@ -80,11 +80,17 @@ def realistic(tokens: int, width: int, seed: int, device: torch.device) -> Tenso
     return (torch.randn(tokens, width, generator=generator) + strong).to(device)
 
 
-def converted(linear: nn.Linear, scheme: str) -> MetisLayer:
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a layer without bias; its weight is the same at each call."""
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def converted(module: nn.Linear, scheme: str) -> MetisLayer:
     """Return the layer converted to a scheme or to `KEPT`, in training mode."""
     kept = scheme == KEPT
     config = MetisConfig(subspace_interval=2**30) if kept else MetisConfig(scheme=scheme)
-    return convert_linear(linear, config, name="layer").train()
+    return convert_linear(module, config, name="layer").train()
 
 
 def cases(
@@ -114,22 +120,18 @@ def cases(
             after_step(layer, 1, 1)
         found.append((row, step))
 
-    def linear() -> nn.Linear:
-        torch.manual_seed(0)
-        return nn.Linear(inputs, outputs, bias=False)
-
-    add(NN_LINEAR, linear(), base)
+    add(NN_LINEAR, linear(inputs, outputs), base)
     for kernel in reversed(chosen):
         schemes = SCHEMES if kernel != "reference" else SCHEMES[1:]
         for scheme in (*schemes, *(GPU_SCHEMES if kernel == "triton" else ())):
-            add(scheme, converted(linear(), scheme), base, kernel)
+            add(scheme, converted(linear(inputs, outputs), scheme), base, kernel)
     if other_dtype:
         other = torch.bfloat16 if base is torch.float32 else torch.float32
-        add(NN_LINEAR, linear(), other)
-        add("metis", converted(linear(), "metis"), other, chosen[-1])
+        add(NN_LINEAR, linear(inputs, outputs), other)
+        add("metis", converted(linear(inputs, outputs), "metis"), other, chosen[-1])
     if paper is not None:
         rank = max(1, round(MetisConfig().rank_frac * min(inputs, outputs)))
-        peer = peers.PaperLayer(paper, linear(), rank)
+        peer = peers.PaperLayer(paper, linear(inputs, outputs), rank)
         # The paper's layer takes [b s c].
         row = {"name": PAPER, "dtype": "float32", "kernels": None}
         rows = (4, tokens // 4, -1)
@@ -179,16 +181,13 @@ def measure_peers(
     tokens, inputs, outputs = shape
     x, dy = realistic(tokens, inputs, 0, device), realistic(tokens, outputs, 1, device) * 1e-3
 
-    def linear() -> nn.Linear:
-        torch.manual_seed(0)
-        return nn.Linear(inputs, outputs, bias=False)
-
-    plain = linear().to(device, torch.bfloat16)
+    make = partial(linear, inputs, outputs)
+    plain = make().to(device, torch.bfloat16)
     found = [(NN_LINEAR, torch.bfloat16, step_of(plain, x.bfloat16(), dy.bfloat16(), None))]
     without = []
     # Compiling these layers takes minutes and makes none faster.
     with torch.compiler.set_stance("force_eager"):
-        for name, peer, layer in peers.layers(folder, linear, device):
+        for name, peer, layer in peers.layers(folder, make, device):
             reason = layer if isinstance(layer, str) else None
             if reason is None:
                 whole = step_of(layer, x.to(peer.dtype)[None], dy.to(peer.dtype)[None], None)

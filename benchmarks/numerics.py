@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from conventions import CONVENTIONS, kernel_order
+from timing import with_tables
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig
@@ -115,8 +115,9 @@ def sqnr_by_format() -> Table:
         rows.append([name, what, f"{bits:g}", *(f"{cell:.2f}" for cell in cells)])
     return {
         "title": "SQNR in dB by format",
-        "note": "1024 x 1024 tensors; rows quantized along the second dimension, elements to "
-        "nearest unless it says stochastic. Higher is better; 6 dB are one bit.",
+        "note": "Tensors of 1024 x 1024, quantized along the second dimension. Elements are "
+        "rounded to nearest unless the options say stochastic. A higher SQNR is better; 6 dB are "
+        "one bit.",
         "columns": ["format", "options", "bits", *tensors],
         "rows": rows,
     }
@@ -142,9 +143,10 @@ def disagreement() -> Table:
         columns += [f"{name}: values that differ", "dB"]
     return {
         "title": "Where implementations differ, and what it costs",
-        "note": "Round to nearest, blocks of 16, against the first line: share of elements whose "
-        "value differs by more than 1 %, so by code or scale, and change of SQNR. *wide rows*: row "
-        "sizes 2^U(-12, 12), so that block scales reach E4M3's subnormals and zero.",
+        "note": "Rounding is to nearest, in blocks of 16. Each line is compared with the first: "
+        "the share of elements whose value differs by more than 1 %, because its code or scale "
+        "differs, and the change of SQNR. *wide rows*: rows have sizes 2^U(-12, 12), so block "
+        "scales reach E4M3's subnormals and zero.",
         "columns": columns,
         "rows": rows,
     }
@@ -158,9 +160,9 @@ def final_product() -> Table:
     differ = 100 * (ours != kernel).float().mean().item()
     return {
         "title": "Two orders of the last products",
-        "note": "`(code * scale) * (1 / S)` here; `code * ((scale * amax) * fl(1/2688))` in "
-        "TransformerEngine's dequantize kernel, whose product `scale * amax` overflows above "
-        "amax = 7.6e35. Codes and scales are the same bits.",
+        "note": "This package computes `(code * scale) * (1 / S)`. TransformerEngine's dequantize "
+        "kernel computes `code * ((scale * amax) * fl(1/2688))`, and its product `scale * amax` "
+        "overflows above amax = 7.6e35. Codes and scales are the same bits.",
         "columns": ["values that differ", "largest relative difference"],
         "rows": [[f"{differ:.1f} %", f"{ulp:.1e}"]],
     }
@@ -189,9 +191,9 @@ def stochastic_bias() -> Table:
             rows.append([name, rounding, gain(x, q), gain(a, b), clipped])
     return {
         "title": "Bias of stochastic rounding by scale rounding",
-        "note": "Gain <x, q> / <x, x> +- standard error; 1 for an unbiased quantizer. "
-        "A scale rounded to nearest is too small half of the time, and what lies above 6 "
-        "scales is clipped.",
+        "note": "The gain is <x, q> / <x, x> +- its standard error; an unbiased quantizer has a "
+        "gain of 1. A scale that is rounded to nearest is too small half of the time, and values "
+        "above 6 scales are then clipped.",
         "columns": ["tensor", "scale", "gain", "gain of block maxima", "clipped elements"],
         "rows": rows,
     }
@@ -208,7 +210,8 @@ def levels() -> Table:
         rows.append([f"{std:g}", *cells])
     return {
         "title": "One level of scales against two",
-        "note": "Normal tensors of decreasing size. E4M3 has nothing between 0 and 2^-9.",
+        "note": "Normal tensors of decreasing standard deviation. E4M3 has no value between 0 and "
+        "2^-9.",
         "columns": ["std", "two-level dB", "zeros", "one-level dB", "zeros"],
         "rows": rows,
     }
@@ -233,8 +236,9 @@ def split() -> Table:
     return {
         "title": "What the spectral split buys",
         "note": "SQNR in dB of the whole tensor / of the part outside the 16 dominant left and "
-        "right directions; 1024 x 1024, rank 16, subspace from 1 % of the rows, two-level, "
-        "nearest. The first column is the share of energy in those 16 directions.",
+        "right directions. Tensors are 1024 x 1024. The split has rank 16 and takes its subspace "
+        "from 1 % of the rows; scales have two levels, and rounding is to nearest. The first "
+        "column is the share of energy in those 16 directions.",
         "columns": ["energy on top", "direct", "split as published", "split, compensated"],
         "rows": rows,
     }
@@ -272,9 +276,10 @@ def gemm_errors() -> Table:
             rows.append([scheme, mode, *(f"{error:.3f}" for error in errors)])
     return {
         "title": "Error of the three GEMMs by scheme and operand mode",
-        "note": "Relative Frobenius error of output, input gradient and weight gradient of one "
-        "512 x 512 layer on 512 tokens; 8 directions hold 80 % of the input's energy and 60 % of "
-        "the output gradient's, the weight's spectrum is i^-1/2. One draw of the noise.",
+        "note": "Relative Frobenius errors of the output, the input gradient and the weight "
+        "gradient of one 512 x 512 layer on 512 tokens. Eight directions hold 80 % of the input's "
+        "energy and 60 % of the output gradient's; the weight's spectrum is i^-1/2. The noise is "
+        "drawn once.",
         "columns": ["scheme", "operands", "y", "dx", "dw"],
         "rows": rows,
     }
@@ -304,21 +309,12 @@ def report(record: dict[str, Any]) -> str:
     """Return the text of benchmarks/numerics.md."""
     parts = [
         "# What each choice in the arithmetic costs\n",
-        "Written by `python benchmarks/numerics.py`; the record is "
-        f"[results/numerics.json](results/numerics.json) (torch {record['torch']}). What the "
-        "choices are is said in [the report](../eval/results/report/numerics.md).\n",
+        "`python benchmarks/numerics.py` writes this page from "
+        f"[results/numerics.json](results/numerics.json), measured with torch {record['torch']}. "
+        "[The report](../eval/results/report/numerics.md) explains the choices.\n",
     ]
     parts += [f"## {table['title']}\n\n{markdown(table)}" for table in record["tables"].values()]
     return "\n".join(parts)
-
-
-def with_tables(page: str, record: dict[str, Any]) -> str:
-    """Return a page with each `<!-- table: name -->` ... `<!-- end -->` filled."""
-
-    def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}{markdown(record['tables'][match[2]])}{match[3]}"
-
-    return re.sub(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", fill, page, flags=re.DOTALL)
 
 
 def main() -> None:
@@ -333,8 +329,9 @@ def main() -> None:
         record = {"torch": torch.__version__, "tables": tables}
         JSON.write_text(json.dumps(record, indent=1) + "\n")
     record = json.loads(JSON.read_text())
+    shown = {name: markdown(table) for name, table in record["tables"].items()}
     REPORT.write_text(report(record))
-    DOCS.write_text(with_tables(DOCS.read_text(), record))
+    DOCS.write_text(with_tables(DOCS.read_text(), shown))
 
 
 if __name__ == "__main__":

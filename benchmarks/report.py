@@ -24,7 +24,7 @@ import scaling
 import step
 from gpu import PARTS
 from on_gpu.record import DONE, WAITING
-from timing import RESULTS, Row, short, table
+from timing import RESULTS, Row, short, table, with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "README.md"]
@@ -315,17 +315,6 @@ def tables() -> dict[str, str]:
         "bandwidth": roofline.bandwidth_markdown(reached["bandwidth"]),
         "predictions": roofline.prediction_markdown(reached["predictions"]),
     }
-
-
-def with_tables(page: str, found: dict[str, str]) -> str:
-    """Return a page with each known `<!-- table: name -->` ... `<!-- end -->` filled."""
-
-    def fill(match: re.Match[str]) -> str:
-        if match[2] not in found:
-            return match[0]
-        return f"{match[1]}{found[match[2]]}{match[3]}"
-
-    return re.sub(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", fill, page, flags=re.DOTALL)
 
 
 def main() -> None:

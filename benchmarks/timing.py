@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -269,6 +270,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a markdown table; columns after the first are right-aligned."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """Return a page with each known `<!-- table: name -->` ... `<!-- end -->` filled."""
+
+    def fill(match: re.Match[str]) -> str:
+        return match[1] + tables.get(match[2], match[3]) + match[4]
+
+    return re.sub(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", fill, page, flags=re.DOTALL)
 
 
 def spread(row: Row, key: str = "ratio") -> str:

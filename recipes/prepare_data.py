@@ -28,8 +28,8 @@ from transformers import AutoTokenizer, HfArgumentParser
 from metis_hf.data.chunked import ARGUMENTS, META, TOKENIZER, write_shards
 from metis_hf.data.documents import local_files, open_files, text_of
 from metis_hf.data.perplexity import Scorer, check_reference, device_type
-from metis_hf.lab.store import hold_directory
 from metis_hf.shared.inputs import digest, digest_of_path
+from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.messages import one_line_errors
 from metis_hf.shared.records import flatten, read_json, write_atomically, write_json
 

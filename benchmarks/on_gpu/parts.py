@@ -195,11 +195,8 @@ def native_layers(shape: tuple[int, int, int], context: Context) -> Row:
     x = layer.realistic(tokens, inputs, 0, device).to(low)
     dy = (layer.realistic(tokens, outputs, 1, device) * 1e-3).to(low)
 
-    def linear() -> torch.nn.Linear:
-        torch.manual_seed(0)
-        return torch.nn.Linear(inputs, outputs, bias=False)
-
-    found = [({"name": layer.NN_LINEAR}, layer.step_of(linear().to(device, low), x, dy, None))]
+    plain = layer.linear(inputs, outputs).to(device, low)
+    found = [({"name": layer.NN_LINEAR}, layer.step_of(plain, x, dy, None))]
     without: list[Row] = []
     wrong: list[str] = []
     for scheme in NATIVE_SCHEMES:
@@ -209,7 +206,8 @@ def native_layers(shape: tuple[int, int, int], context: Context) -> Row:
                 "scheme": scheme, "backend": backend, "operand_mode": "contraction"
             }  # fmt: skip
             try:
-                module = convert_linear(linear(), MetisConfig(**options), name="layer").train()
+                linear = layer.linear(inputs, outputs)
+                module = convert_linear(linear, MetisConfig(**options), name="layer").train()
                 call = layer.step_of(module.to(device, low), x, dy, None)
                 call()
             except (ValueError, NotImplementedError) as error:  # refused combinations

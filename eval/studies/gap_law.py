@@ -24,6 +24,7 @@ from regression import Array, Estimate, Fit, clustered, least_squares
 from scipy import stats
 from transformers import AutoConfig
 
+from metis_hf.lab.analyze.analysis import rounded
 from metis_hf.lab.compare.published import NAMES, body_parameters, grid
 from metis_hf.lab.compare.statistics import CONFIDENCE, gaps_percent, t_interval
 from metis_hf.lab.show.table import markdown_table
@@ -333,17 +334,6 @@ def with_tables(page: str, record: dict[str, Any]) -> str:
     for marker, text in tables(record).items():
         page = page_with(marker, text, page)
     return page
-
-
-def rounded(value: Any) -> Any:
-    """Round floats in a JSON value to six digits, and turn non-finite ones into None."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import torch
 from publish import RESULTS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from weight_scales import BATCH, losses
 
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
 from metis_hf.conversion.deployed import input_groups
@@ -29,7 +30,7 @@ from metis_hf.training import calibration
 from metis_hf.training.scale_error import BlockSample
 
 OUT = RESULTS / "deploy" / "input-scales.json"
-LENGTH, BATCH = 512, 4
+LENGTH = 512
 
 
 class Searches(BlockSample):
@@ -59,12 +60,6 @@ class Searches(BlockSample):
     def _of_all(self, amax: Tensor) -> float:
         parts = ((self.quantizer(x, amax=amax) - x).square_() for x in self.rows)
         return sum(part.sum(dtype=torch.float64).item() for part in parts)
-
-
-def losses(model: PreTrainedModel, ids: Tensor) -> list[float]:
-    """Return the loss of each batch, nats per token."""
-    with torch.no_grad():
-        return [model(input_ids=rows, labels=rows).loss.item() for rows in ids.split(BATCH)]
 
 
 def measure(model: PreTrainedModel, ids: Tensor, held_out: Tensor) -> dict[str, Any]:

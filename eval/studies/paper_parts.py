@@ -59,15 +59,10 @@ def compensated(split: Spectral) -> Spectral:
     return replace(split, compensated=True)
 
 
-def unchanged(split: Spectral) -> Spectral:
-    """Return the split as it is."""
-    return split
-
-
 CHANGES: dict[str, tuple[Callable[[Spectral], Spectral], dict[str, object]]] = {
     "exact-factors": (exact, {"exact_factors": True}),
     "compensated": (compensated, {"compensated": True}),
-    "unit-factors": (unchanged, {"unit_rms": True}),
+    "unit-factors": (lambda split: split, {"unit_rms": True}),
 }
 
 

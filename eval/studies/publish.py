@@ -192,10 +192,10 @@ def publish_fidelity(run: Path, name: str) -> None:
     """Publish a fidelity record; the paths of model and text are reduced to file names."""
     target = RESULTS / name
     _copy(run, target, FIDELITY_FILES)
-    record = json.loads((run / "results.json").read_text())
+    record = _read_rounded(run / "results.json")
     settings = record["settings"]
     record["settings"] = settings | {key: Path(settings[key]).name for key in ("model", "text")}
-    (target / "results.json").write_text(json.dumps(_rounded(record)) + "\n")
+    (target / "results.json").write_text(json.dumps(record) + "\n")
     _into_pages(f"fidelity {name}", target)
 
 
@@ -219,7 +219,7 @@ def publish_finetune(runs: Sequence[Path], name: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     records = []
     for run in runs:
-        record = json.loads((run / "results.json").read_text())
+        record = _read_rounded(run / "results.json")
         arguments = record["arguments"]
         held_out = arguments["held_out"] and [
             Path(p).name for p in arguments["held_out"].split(",")
@@ -230,7 +230,7 @@ def publish_finetune(runs: Sequence[Path], name: str) -> None:
             if outcome["directory"]:
                 outcome["directory"] = Path(outcome["directory"]).name
         records.append(record)
-    (target / "results.json").write_text(json.dumps(_rounded({"runs": records})) + "\n")
+    (target / "results.json").write_text(json.dumps({"runs": records}) + "\n")
     draw_finetune(name)
 
 
@@ -252,13 +252,9 @@ def publish_eval(run: Path, name: str) -> None:
     _into_pages(f"eval {name}", target)
 
 
-def _rounded(value: Any) -> Any:
-    """Round floats in a JSON value to five digits; more depend on the machine's sums."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+def _read_rounded(path: Path) -> dict[str, Any]:
+    """Read a JSON file, with floats rounded to five digits; more depend on the machine's sums."""
+    return json.loads(path.read_text(), parse_float=lambda text: float(f"{float(text):.5g}"))
 
 
 def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
@@ -285,15 +281,13 @@ def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _into_pages(marker: str, results: Path, file: str = "table.md") -> list[Path]:
-    """Put a table into the pages that have its markers, and return those pages."""
-    table, shown = (results / file).read_text(), []
+def _into_pages(marker: str, results: Path, file: str = "table.md") -> None:
+    """Put a table into the pages that have its markers."""
+    table = (results / file).read_text()
     for page in pages():
         text = page.read_text()
         if f"<!-- {marker} -->" in text:
             page.write_text(page_with(marker, table, text))
-            shown.append(page)
-    return shown
 
 
 def main() -> None:

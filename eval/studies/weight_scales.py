@@ -82,6 +82,7 @@ def measure(model: PreTrainedModel, ids: Tensor) -> list[dict[str, str | float]]
     return rows
 
 
+@torch.no_grad()
 def losses(model: PreTrainedModel, ids: Tensor) -> list[float]:
     """Return the loss of each batch, nats per token."""
     return [model(input_ids=rows, labels=rows).loss.item() for rows in ids.split(BATCH)]

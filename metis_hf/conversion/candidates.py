@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from metis_hf.config import MetisConfig
-from metis_hf.conversion.heads import is_router
+from metis_hf.conversion.heads import is_router, output_head
 from metis_hf.conversion.linears import (
     is_linear,
     why_not_plain,
@@ -137,8 +137,7 @@ def _is_weight(model: nn.Module, module: nn.Module, key: str) -> bool:
         type(module).__name__
     ):
         return False
-    get_head = getattr(model, "get_output_embeddings", None)
-    return bool(_WEIGHT.search(key)) or (get_head is not None and get_head() is module)
+    return bool(_WEIGHT.search(key)) or output_head(model) is module
 
 
 def _why_not_split(

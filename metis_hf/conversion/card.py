@@ -89,13 +89,14 @@ def add_to_trainers_card(path: Path, model: nn.Module, name: str) -> None:
 
 def load_lines(model: nn.Module, name: str) -> str:
     """Return the Python code that loads a converted checkpoint, or adapters on one."""
-    shown = json.dumps(name, ensure_ascii=False)
-    first = "import metis_hf  # registers the format\n"
+    library, cls = "transformers", type(model).__name__
     if hasattr(model, "peft_config"):
-        cls = "AutoPeftModelForCausalLM"
-        return f"{first}from peft import {cls}\n\nmodel = {cls}.from_pretrained({shown})"
-    cls = type(model).__name__
-    return f"{first}from transformers import {cls}\n\nmodel = {cls}.from_pretrained({shown})"
+        library, cls = "peft", "AutoPeftModelForCausalLM"
+    return (
+        "import metis_hf  # registers the format\n"
+        f"from {library} import {cls}\n\n"
+        f"model = {cls}.from_pretrained({json.dumps(name, ensure_ascii=False)})"
+    )
 
 
 def load_section(model: nn.Module, layers: Iterable[MetisLayer], name: str) -> str:

@@ -24,6 +24,7 @@ from metis_hf.conversion.attention import (
     select_attention,
 )
 from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, places
+from metis_hf.conversion.heads import output_head
 from metis_hf.conversion.linears import LinearOrigin
 from metis_hf.conversion.parts import forget_part, watch_part
 from metis_hf.conversion.refusals import check_layer, check_model, check_present, check_tied
@@ -286,8 +287,7 @@ class _TokenMasks:
         self.tokens = TokenMask("attention_mask")
         both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
         self.decoder = TokenMask(DECODER_MASK) if both else None
-        find = getattr(model, "get_output_embeddings", None)
-        head = None if find is None else find()
+        head = output_head(model)
         self.heads = {name for name, module in model.named_modules() if module is head}
         self.merged = {
             name

@@ -23,6 +23,12 @@ _ROUTER_CLASS = re.compile(r"Router|TopKGating$|MoE\w*Gate$")
 _ROUTER_NAMES = ("router", "router_gate")  # names of linear layers; router_gate is Doge's
 
 
+def output_head(model: nn.Module) -> Any:
+    """Return the output embeddings of a model; None if it has none."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    return None if find is None else find()
+
+
 def find_heads(model: nn.Module) -> set[str]:
     """Return the names of the linear layers after base models: output embeddings, classifiers, ...
 
@@ -35,8 +41,7 @@ def find_heads(model: nn.Module) -> set[str]:
 
 def _behind(model: Any, *, inner: bool) -> Iterator[nn.Module]:
     """Yield the output embeddings of a model and the modules outside its base."""
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
+    head = output_head(model)
     if isinstance(head, nn.Module):
         yield from head.modules()  # Musicgen's is a list
     if not isinstance(model, PreTrainedModel):

@@ -73,7 +73,7 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = model.state_dict()
     if tensors.keys() <= own.keys():
         return dict(tensors)
-    renamings, converters = _mapping(model, getattr(model, "_weight_conversions", None))
+    renamings, converters = name_mapping(model, getattr(model, "_weight_conversions", None))
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     found: dict[str, Tensor] = {}
     waiting = _WAITING.setdefault(model, {})
@@ -130,7 +130,7 @@ def _renamed(model: Any, files: Iterable[str]) -> bool:
     """Return whether transformers adds the base prefix to the files' names, or removes it."""
     from transformers.core_model_loading import rename_source_key
 
-    mapping = _mapping(model)
+    mapping = name_mapping(model)
     state = model.state_dict()
     for path in files:
         if not str(path).endswith(".safetensors"):
@@ -143,7 +143,7 @@ def _renamed(model: Any, files: Iterable[str]) -> bool:
     return False
 
 
-def _mapping(model: Any, mapping: list[Any] | None = None) -> tuple[list[Any], list[Any]]:
+def name_mapping(model: Any, mapping: list[Any] | None = None) -> tuple[list[Any], list[Any]]:
     """Return transformers' (renamings, converters) for a model's checkpoint tensors."""
     # Imported here: transformers' models import its quantizers, which import this package.
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -142,7 +142,7 @@ def _check_targets(
 ) -> None:
     """Refuse names in target_modules and modules_to_not_convert that match nothing."""
     if not isinstance(config.target_modules, str):
-        known = _all_ends(candidates)
+        known = {end for name in candidates for end in ends(name)}
         for target in config.target_modules:
             if target in known:
                 continue
@@ -198,10 +198,6 @@ def _check_excluded(
                 f"{layer}; these would be converted. To keep a module with everything inside it, "
                 "name it in modules_to_not_convert"
             )
-
-
-def _all_ends(names: Iterable[str]) -> set[str]:
-    return {end for name in names for end in ends(name)}
 
 
 def _check_layers(

@@ -34,11 +34,6 @@ def is_json_lines(path: Path) -> bool:
     return path.suffix.lower() in _JSON_LINES
 
 
-def read_documents(path: Path) -> list[dict[str, Any]]:
-    """Return the conversations and texts of a file, in order; raises as `read_tokens` does."""
-    return [document for _, document in _numbered(path)]
-
-
 def read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Yield the token ids of each conversation or text of a file, in order.
 

@@ -23,6 +23,7 @@ MIN_CHARACTERS = 200  # shorter files are empty package markers or stubs
 TABLE_CHARACTERS = 4000  # shorter files cannot hold a large table
 TABLE_FRACTION = 0.6  # codec maps, entity and topic tables: 0.7 to 1.0; code: below 0.55
 BYTE_ALPHABET = 256
+VALIDATION_SHARE, TEST_SHARE = 0.02, 0.04  # of paths
 
 _EXCLUDED_PARTS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _EXCLUDED_PREFIXES = ("lib2to3/tests/data/",)
@@ -81,9 +82,7 @@ def stdlib_documents() -> list[Document]:
     return sorted(documents, key=_order)
 
 
-def split_documents(
-    documents: Iterable[Document], validation: float = 0.02, test: float = 0.04
-) -> Splits:
+def split_documents(documents: Iterable[Document]) -> Splits:
     """Assign every document to a split by the hash of its path.
 
     The split of a file does not depend on the machine or on other files. Of documents that are
@@ -92,16 +91,7 @@ def split_documents(
 
     Args:
         documents: Any documents; their order does not matter.
-        validation: Share of paths in the validation split.
-        test: Share of paths in the test split.
-
-    Raises:
-        ValueError: If the shares are negative or leave nothing to train on.
     """
-    if validation < 0 or test < 0 or validation + test >= 1:
-        raise ValueError(
-            f"validation={validation} and test={test} must be non-negative and sum to less than 1"
-        )
     splits = Splits([], [], [])
     seen: set[bytes] = set()
     for document in sorted(documents, key=_order):
@@ -111,9 +101,9 @@ def split_documents(
             continue
         seen.add(key)
         position = _path_fraction(document.path)
-        if position < test:
+        if position < TEST_SHARE:
             splits.test.append(document)
-        elif position < test + validation:
+        elif position < TEST_SHARE + VALIDATION_SHARE:
             splits.validation.append(document)
         else:
             splits.train.append(document)

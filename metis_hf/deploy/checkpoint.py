@@ -176,10 +176,11 @@ def export_checkpoint(
         )
         loading = load_lines(model, kind, shown)
         values = getattr(torch, dtype)
+        packed: tuple[str, ...] = ()
         notes: tuple[str, ...] = ()
         held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
         if kind == "dense":
-            packed, rows = _write_dense(model, partial, values, windows, held_out)
+            rows = _write_dense(model, partial, values, windows, held_out)
         else:
             packed, rows, notes = _write_packed(
                 model, partial, values, kind, share_scales, windows, held_out
@@ -187,8 +188,8 @@ def export_checkpoint(
         copy_companions(checkpoint, partial)
         size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
         kept = low_rank if kind != "dense" and split else None
-        order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
-        held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
+        if REFERENCE in held_out:
+            held_out = {REFERENCE: held_out[REFERENCE], **held_out}  # first in the report
         serving = serve_line(model, kind, shown, notes)
         report = ExportReport(
             format, dtype, kept, packed, rows, held_out, size, loading, serving, notes
@@ -214,8 +215,8 @@ def _write_dense(
     dtype: torch.dtype,
     windows: list[Tensor] | None,
     held_out: dict[str, float],
-) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
-    """Write the dense model; return the packed layers (none) and the errors."""
+) -> tuple[LossRow, ...]:
+    """Write the dense model; return the errors."""
     errors = WeightErrors()
     for name, layer in metis_layers(model):
         weight = represented(layer)
@@ -229,7 +230,7 @@ def _write_dense(
             held_out[f"dense, {str(dtype).removeprefix('torch.')}"] = _loss(dense, windows)
     cast(dense, dtype)
     dense.save_pretrained(out)
-    return (), errors.rows()
+    return errors.rows()
 
 
 def _write_packed(

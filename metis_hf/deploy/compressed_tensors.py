@@ -266,9 +266,10 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
             layer of a factor is missing.
     """
     directory = Path(directory)
+    residual = directory / RESIDUAL_DIR
     description = _description(directory)
     state: dict[str, Tensor] = {}
-    for path in sorted((directory / RESIDUAL_DIR).glob("*.safetensors")):
+    for path in sorted(residual.glob("*.safetensors")):
         state |= load_file(path)
     factors = load_file(directory / LOW_RANK_FILE)
     for name in [k.removesuffix(".weight_packed") for k in state if k.endswith(".weight_packed")]:
@@ -276,11 +277,11 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
         try:
             weight = CompressedMatrix.from_state(state, f"{name}.weight", columns)
         except KeyError as error:
-            raise ValueError(f"{directory / 'residual'} lacks {error.args[0]}") from None
+            raise ValueError(f"{residual} lacks {error.args[0]}") from None
         for part in _PARTS:
             del state[f"{name}.weight_{part}"]
         state[f"{name}.weight"] = weight.dequantize()
-    config = copy.deepcopy(AutoConfig.from_pretrained(directory / RESIDUAL_DIR))
+    config = copy.deepcopy(AutoConfig.from_pretrained(residual))
     del config.quantization_config
     assert config.architectures is not None
     cls = getattr(transformers, config.architectures[0])
@@ -288,9 +289,9 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
         None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{directory / 'residual'} lacks {some(missing)}")
-    if (directory / RESIDUAL_DIR / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory / RESIDUAL_DIR)
+        raise ValueError(f"{residual} lacks {some(missing)}")
+    if (residual / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(residual)
     modules = dict(model.named_modules())
     for name, shape in description["layers"].items():  # names in the model, not in its files
         if name not in modules:

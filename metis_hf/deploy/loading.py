@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from torch import nn
 from transformers import PreTrainedModel
 
-from metis_hf.conversion import card as sections
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.deploy.compressed_tensors import weight_quantizer
 from metis_hf.deploy.fused import MIXED_END, NOT_SERVED
@@ -31,8 +30,6 @@ def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
         return f"{first}\n\nmodel = load_low_rank({shown})"
     if kind == "modelopt":
         return f"from vllm import LLM\n\nmodel = LLM({shown})"
-    if kind == "metis":
-        return sections.load_lines(model, name)
     if kind in ("compressed-tensors", "w4a4") and has_fused_experts(model):
         return f"from metis_hf import load_packed\n\nmodel = load_packed({shown})"
     cls = type(model).__name__

@@ -45,15 +45,14 @@ _WHAT = {
     "residuals packed to NVFP4 in `residual/`, low-rank factors in `metis_low_rank.safetensors`. "
     "The residuals alone are not the model.",
 }
+_NEEDS_LIBRARY = "Needs transformers and `pip install compressed-tensors`."
 _NEEDS = {
     "dense": "Needs transformers alone.",
-    "compressed-tensors": "Needs transformers and `pip install compressed-tensors`.",
-    "w4a4": "Needs transformers and `pip install compressed-tensors`.",
+    "compressed-tensors": _NEEDS_LIBRARY,
+    "w4a4": _NEEDS_LIBRARY,
     "modelopt": "For engines that read ModelOpt's checkpoints; transformers does not.",
     "side-file": "`pip install metis-hf`; the compressed-tensors library is not needed.",
 }
-
-
 _CONVERSION = "## Conversion"
 _WHERE = (
     "On GPUs with FP4 units (Blackwell) vLLM quantizes inputs as they were calibrated; on others "

@@ -251,12 +251,11 @@ class ExpertNames(WeightRenaming):
             places: result of `unfuse_packed`.
         """
         there = {
-            name.removesuffix(each.name.removeprefix(each.experts))
-            + each.place.removeprefix(each.experts): name
+            name: name.removesuffix(each.name.removeprefix(each.experts))
+            + each.place.removeprefix(each.experts)
             for each, name in experts.items()
         }
-        back = {place: name for name, place in places.items()}
-        return cls({name: place for place, name in there.items()}, back)
+        return cls(there, {place: name for name, place in places.items()})
 
     def __init__(self, there: Mapping[str, str], back: Mapping[str, str]) -> None:
         super().__init__(source_patterns="packed_experts", target_patterns="packed_experts")

@@ -286,14 +286,12 @@ def _in_model(
 ) -> tuple[dict[str, dict[str, StoredTensor]], dict[ExpertMatrix, str]]:
     """Map layers in the files to their names in the model, which transformers may rename."""
     # Imported here to avoid a cycle: transformers' models import its quantizers, which import this.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import rename_source_key
 
+    from metis_hf.conversion.naming import name_mapping
     from metis_hf.deploy.packed_experts import all_matrices
 
-    mapping = get_model_conversion_mapping(model, None, None)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings, converters = name_mapping(model)
     state = model.state_dict()
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     tied = set(tied) | set(tied.values())

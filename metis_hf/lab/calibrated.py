@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -116,9 +115,15 @@ def calibrated_model(
     if rows is None and model.can_generate() and _reads_tokens(config, type(model)):
         batches = [model.dummy_inputs["input_ids"]]  # show which layers the model calls
     nn.Module.to(model, calibration.device)
-    shown = _Shown(batches, progress or TaskProgress(None))
-    with shown.progress.running({_Shown.task: (len(batches), 1.0)}):
-        scales = calibrate(model, shown, method=calibration.method)
+    bars = progress or TaskProgress(None)
+
+    def shown() -> Iterator[Tensor]:
+        for batch in batches:
+            yield batch
+            bars.advance("calibration")
+
+    with bars.running({"calibration": (len(batches), 1.0)}):
+        scales = calibrate(model, shown(), method=calibration.method)
     if unseen := [name for name, scale in scales.items() if scale.input_amax and not scale.largest]:
         report(
             f"{len(unseen)} layers of experts saw no token and take the scale of inputs that the "
@@ -126,20 +131,6 @@ def calibrated_model(
         )
     nn.Module.to(model, "cpu")
     return model
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """An iterable of batches that advances a progress bar."""
-
-    batches: list[Tensor]
-    progress: TaskProgress
-    task: ClassVar[str] = "calibration"
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in self.batches:
-            yield batch
-            self.progress.advance(self.task)
 
 
 def _convert(

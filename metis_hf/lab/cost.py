@@ -92,7 +92,7 @@ def overhead(
     return Overhead(parts, bits / elements)
 
 
-def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) -> Overhead:
+def scheme_overhead(name: str, mode: str | None = None) -> Overhead:
     """Return the overhead of a scheme on a layer of WIDTH x WIDTH, with default settings.
 
     A scheme that does not have the operand mode `mode` is counted in its own.
@@ -102,7 +102,7 @@ def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) ->
         build_scheme(config, WIDTH, WIDTH)
     except ValueError:
         config = config.replace(operand_mode=None)
-    return overhead([((WIDTH, WIDTH), config)], tokens)
+    return overhead([((WIDTH, WIDTH), config)])
 
 
 def model_overhead(config: PreTrainedConfig, metis: MetisConfig, tokens: int = TOKENS) -> Overhead:

@@ -58,11 +58,6 @@ class Device:
         """The ways to launch a step, the faster one first."""
         return (RECORDED, PYTHON) if any(each.python for each in self.added.values()) else (PYTHON,)
 
-    @property
-    def titles(self) -> list[str]:
-        """Column titles for `ways`: "time" if there is only one."""
-        return list(self.ways) if len(self.ways) > 1 else ["time"]
-
 
 # Width 768: the steps of GPT-2 130M in benchmarks/gpu-nvidia-h200.md. `per_million` is the slope
 # from its layers to one layer of 4096 x 4096 with 16,384 tokens. The rate of width 4096 is from

@@ -33,24 +33,15 @@ from urllib.parse import quote
 import torch
 
 from metis_hf.shared.inputs import INPUTS_FILE, digest
-from metis_hf.shared.locks import LOCK_FILE, hold, hold_directory
+from metis_hf.shared.locks import LOCK_FILE, hold
 from metis_hf.shared.records import SETTINGS_FILE, environment, flatten, read_json, write_json
-
-__all__ = [
-    "DamagedRecord",
-    "Record",
-    "Store",
-    "hold_directory",
-    "numerics_digest",
-    "source_digest",
-    "task_key",
-]
 
 FORMAT = 1  # version of the record files
 # The part of the package that decides the numbers of a task.
 NUMERICS = ("noise.py", "numerics", "transforms", "operands", "schemes", "layers")
 _OWN = "store"  # the store's own field in a record file
 _WAIT = 60  # seconds to wait while another process claims the directory
+_environment = functools.cache(environment)  # the same for all records of a process
 
 
 class DamagedRecord(ValueError):
@@ -196,11 +187,6 @@ class Store:
     def _lock_file(self, name: str) -> Path:
         path = self.path(name)
         return path.with_name(f".{path.stem}{LOCK_FILE}") if name else self.directory / LOCK_FILE
-
-
-@functools.cache
-def _environment(device: torch.device | None) -> dict[str, Any]:
-    return environment(device)
 
 
 def task_key(*parts: Any) -> str:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.heads import output_head
 from metis_hf.shared.messages import shown
 from metis_hf.training.precision import high_precision
 
@@ -154,7 +155,7 @@ def _check_causal(role: str, model: Any) -> None:
             "a hub name, or None"
         )
     _check_decoder(role, config)
-    if _head(model) is None:
+    if output_head(model) is None:
         raise ValueError(
             f"{role} is a {type(model).__name__}, which has no language model head and so no "
             "logits of next tokens; load it with AutoModelForCausalLM"
@@ -169,15 +170,9 @@ def _check_decoder(role: str, config: Any) -> None:
         )
 
 
-def _head(model: Any) -> Any:
-    """Return the output head, or None."""
-    find = getattr(model, "get_output_embeddings", None)
-    return None if find is None else find()
-
-
 def _vocabulary(model: Any) -> int:
     """Return the number of logits per token."""
-    width = getattr(_head(model), "out_features", None)
+    width = getattr(output_head(model), "out_features", None)
     return width or model.config.get_text_config().vocab_size
 
 

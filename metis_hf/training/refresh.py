@@ -52,9 +52,7 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     if optimizer is not None:
         check_moments(model, optimizer)
     reshard(model)
-    drifts = {}
-    for name, layer in refreshed(model).items():
-        drifts[name] = refresh_layer(layer)
+    drifts = {name: refresh_layer(layer) for name, layer in refreshed(model).items()}
     if optimizer is not None:
         for param in _factors(model):
             _clear_moments(param, optimizer)

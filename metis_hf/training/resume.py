@@ -91,9 +91,7 @@ def trained_config(
         stateful_callbacks: of the checkpoint's trainer_state.json.
         first: name of the callback to look at first.
     """
-    callbacks = [*stateful_callbacks.items()]
-    callbacks.sort(key=lambda item: item[0] != first)
-    for _, saved in callbacks:
+    for _, saved in sorted(stateful_callbacks.items(), key=lambda item: item[0] != first):
         saved = saved or {}
         for one in saved if isinstance(saved, list) else [saved]:
             if (config := one.get("attributes", {}).get("trained_config")) is not None:

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from metis_hf.config import MetisConfig
-from metis_hf.shared.records import device_name, package_versions, write_json
+from metis_hf.shared.records import device_name, package_versions, write_atomically, write_json
 
 HEALTH_FILE = "metis_health.jsonl"
 LOG_FILE = "metis_log.jsonl"
@@ -139,9 +139,7 @@ def drop_after(directory: Path, step: int) -> None:
         records, _ = parse_records(data)
         lines = data.split(b"\n")
         kept = [lines[number - 1] + b"\n" for number, r in records.items() if r["step"] <= step]
-        temporary = path.with_name(f"{name}.tmp")
-        temporary.write_bytes(b"".join(kept))
-        temporary.replace(path)
+        write_atomically(path, lambda file: file.writelines(kept))  # noqa: B023
 
 
 def precision_of(config: MetisConfig, resumed: Mapping[str, Any] | None = None) -> dict[str, Any]:

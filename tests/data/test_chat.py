@@ -17,7 +17,7 @@ from metis_hf.data.chat import (
     chunked_sequences,
     equal_rows,
     first_sequences,
-    read_documents,
+    read_tokens,
     tokens_of,
 )
 from metis_hf.data.corpus import Document, train_tokenizer
@@ -39,25 +39,28 @@ def lines(path, *documents):
     return path
 
 
-def test_line_breaks_inside_strings_and_a_byte_order_mark(tmp_path):
+def test_line_breaks_inside_strings_and_a_byte_order_mark(tokenizer, tmp_path):
     documents = [{"text": "one\u2028two\x85three"}, TALK]
+    tokens = [tokens_of(each, tokenizer) for each in documents]
     text = "\ufeff" + "\n".join(json.dumps(each, ensure_ascii=False) for each in documents)
     for name in ("a.jsonl", "a.JSONL", "a.json", "a.ndjson"):
         (tmp_path / name).write_text(text, encoding="utf-8")
-        assert read_documents(tmp_path / name) == documents
+        assert list(read_tokens(tmp_path / name, tokenizer)) == tokens
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"a.txt holds JSON objects.*; name it a.jsonl"):
-        read_documents(tmp_path / "a.txt")
+        list(read_tokens(tmp_path / "a.txt", tokenizer))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz"])
-def test_a_file_that_is_not_utf8_is_named(name, tmp_path):
+def test_a_file_that_is_not_utf8_is_named(name, tokenizer, tmp_path):
     """A compressed file is read as a text by its name."""
-    (tmp_path / name).write_bytes(gzip.compress(b"text"))
-    for read in (read_documents, lambda path: read_sequences(None, path, 1, 8)):
-        message = rf"{name} is not UTF-8 text \('utf-8' codec can't decode"
-        with pytest.raises(ValueError, match=message):
-            read(tmp_path / name)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b"text"))
+    message = rf"{name} is not UTF-8 text \('utf-8' codec can't decode"
+    with pytest.raises(ValueError, match=message):
+        first_sequences(path, tokenizer, 8, 1)
+    with pytest.raises(ValueError, match=message):
+        read_sequences(tokenizer, path, 1, 8)
 
 
 def test_sequences_of_a_text(tokenizer, tmp_path):
@@ -160,9 +163,9 @@ def test_bad_files(content, message, tokenizer, tmp_path):
         chunked_sequences(path, tokenizer, 16, 1)
 
 
-def test_no_file_and_no_template(tmp_path):
+def test_no_file_and_no_template(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError, match="is no file; give JSON lines"):
-        read_documents(tmp_path / "none.jsonl")
+        list(read_tokens(tmp_path / "none.jsonl", tokenizer))
     plain = train_tokenizer(documents()[:2], vocab_size=300)
     with pytest.raises(ValueError, match="no chat template; set tokenizer"):
         tokens_of(TALK, plain)
@@ -196,7 +199,7 @@ def test_the_first_sequences_of_a_long_text(tokenizer, tmp_path):
     """It is tokenized piece by piece, cut behind paragraphs, and nothing of it is lost."""
     text = "one two three\nfour\n\n" * 8000 + "\n\n the end"
     (tmp_path / "a.txt").write_text(text)
-    pieces = [document["text"] for document in read_documents(tmp_path / "a.txt")]
+    pieces = [tokenizer.decode(ids) for ids in read_tokens(tmp_path / "a.txt", tokenizer)]
     assert "".join(pieces) == text
     assert len(pieces) > 1
     assert all(piece.endswith("\n\n") for piece in pieces[:-1])

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from metis_hf.data.chunked import load_chunked
 from metis_hf.data.corpus import Document, stdlib_documents, train_tokenizer
 from metis_hf.data.perplexity import Scorer
-from metis_hf.lab.store import hold_directory
 from metis_hf.shared import records
+from metis_hf.shared.locks import hold_directory
 
 VOCAB, SEQ_LEN, SCORED = 400, 64, 48
 ENGLISH = ["One document is much longer than a sequence. " * 40] + [

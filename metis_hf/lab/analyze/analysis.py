@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from metis_hf.shared.records import write_atomically
 
 KINDS = ("weight", "activation", "gradient")
 _COLUMNS = ("fraction", "energy", "noise_fraction", "stable_rank", "nvfp4_sqnr_db", "nvfp4_zeroed",
@@ -50,15 +53,16 @@ class Analysis:
 
 
 def json_text(data: Any) -> str:
-    """Return a figure's data as JSON with six significant digits; NaN and infinity become null."""
-    return json.dumps(_finite(data), allow_nan=False)
+    """Return a figure's data as JSON of `rounded` values."""
+    return json.dumps(rounded(data), allow_nan=False)
 
 
-def _finite(data: Any) -> Any:
+def rounded(data: Any) -> Any:
+    """Round the floats of JSON data to six significant digits; NaN and infinity become None."""
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: rounded(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
+        return [rounded(value) for value in data]
     if isinstance(data, float):
         value = float(f"{data:.6g}")  # enough for any figure, and a third of the size
         return value if math.isfinite(value) else None
@@ -67,13 +71,12 @@ def _finite(data: Any) -> Any:
 
 def write_csv(path: Path, result: Analysis) -> None:
     """Write the table of layers atomically: one line per layer and tensor."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("layer", "tensor", "rows", "columns", "risk", *_COLUMNS))
-        for name in result.by_risk():
-            for kind, line in result.lines[name].items():
-                risk = f"{result.risk(name):.4f}"
-                cells = (line.get(column, "") for column in _COLUMNS)
-                writer.writerow((name, kind, *line["shape"], risk, *cells))
-    temporary.replace(path)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(("layer", "tensor", "rows", "columns", "risk", *_COLUMNS))
+    for name in result.by_risk():
+        for kind, line in result.lines[name].items():
+            risk = f"{result.risk(name):.4f}"
+            cells = (line.get(column, "") for column in _COLUMNS)
+            writer.writerow((name, kind, *line["shape"], risk, *cells))
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))

@@ -24,9 +24,9 @@ _SMOOTHING = 0.01  # standard deviation of the smoothing, as a share of the arc 
 _SMOOTHED_STEPS = 10  # but at least this many components: a short spectrum's steps are not elbows
 
 
-def limit_rows(x: Tensor, limit: int = MAX_SIDE) -> Tensor:
-    """Return x [t c], or `limit` evenly spread random rows of it if both sides exceed `limit`."""
-    return x if min(x.shape) <= limit else sample_rows(x, limit, Key(11))
+def limit_rows(x: Tensor) -> Tensor:
+    """Return x [t c], or `MAX_SIDE` evenly spread random rows of it if both sides exceed that."""
+    return x if min(x.shape) <= MAX_SIDE else sample_rows(x, MAX_SIDE, Key(11))
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,13 @@ def _panels(data: Data, part: str, height: float = 3.3, rows: int = 1):
     return figure, axes, kinds
 
 
-def _curve(axis: Any, data: Data, color: Any, label: str, *, mark: bool = True, lw=1.8) -> None:
+def _curve(axis: Any, data: Data, color: Any, label: str, lw: float = 1.8) -> None:
     """Draw s_i / s_0 against the share of components, with the elbow as a dot."""
     sigma = np.asarray(data["sigma"])
     share = (np.arange(len(sigma)) + 1) / len(sigma)
     axis.plot(share, sigma / sigma[0], color=color, lw=lw, label=label)
     found = data["elbow"]
-    if mark and found is not None:
+    if found is not None:
         axis.plot(share[found], sigma[found] / sigma[0], "o", color=color, ms=6, mec="white")
 
 
@@ -279,7 +279,7 @@ def all_spectra(lines: Data, title: str) -> bytes:
         _spectrum_axes(axis, curves)
         for place, curve in enumerate(curves):
             color = colormaps["viridis_r"](0.1 + 0.9 * place / max(len(curves) - 1, 1))
-            _curve(axis, curve, color, "", mark=True, lw=0.9)
+            _curve(axis, curve, color, "", lw=0.9)
         axis.set_title(f"{kind}: {len(curves)} layers")
     axes[0, 0].set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     return as_png(figure, title)

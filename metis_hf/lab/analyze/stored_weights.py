@@ -18,12 +18,12 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import rename_source_key
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from metis_hf.config import MetisConfig
+from metis_hf.conversion.naming import name_mapping
 from metis_hf.conversion.select import select_modules
 from metis_hf.layers.experts import fused_weights
 from metis_hf.operands import SplitWeight, WeightForm
@@ -235,9 +235,7 @@ def _skeleton(config: Any) -> nn.Module | None:
 
 def _renaming(skeleton: Any) -> Callable[[str], str]:
     """Return a function from a checkpoint's tensor names to the model's; merged names stay."""
-    mapping = [] if skeleton is None else get_model_conversion_mapping(skeleton, None, None)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings, converters = ([], []) if skeleton is None else name_mapping(skeleton)
 
     def renamed(key: str) -> str:
         name, merged = rename_source_key(key, renamings, converters)

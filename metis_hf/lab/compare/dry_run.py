@@ -49,7 +49,7 @@ def show_plan(plan: ComparisonPlan, console: Console, device: str | None = None)
     each = len(plan.seeds)
     name = device or device_for(sum(each * found["cpu"][PYTHON] for found in seconds.values()))
     chosen = DEVICES[name]
-    titles = ["Variant", *chosen.titles]
+    titles = ["Variant", *(chosen.ways if len(chosen.ways) > 1 else ["time"])]
     if beside is not None and beside.losses:
         titles += ["Published as", *(["Loss"] if beside.exact else []), "Gap, %"]
     cells = [row(variant, found[name], chosen, beside) for variant, found in seconds.items()]

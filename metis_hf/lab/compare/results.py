@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ class SchemeResult:
             share of right answers, and is missing (True) in results of earlier versions.
         seconds_per_step: median over normal (not measured) steps.
         history: Trainer's log entries, one per logged step.
-        evaluation: lm-eval's results, from `EvalResult.to_dict`.
         seed: the seed of the run.
         peak_memory: peak bytes above the use before the model was built.
         parameters: parameters of the model before the conversion.
@@ -47,7 +46,6 @@ class SchemeResult:
     tasks: dict[str, dict[str, Any]]
     seconds_per_step: float
     history: list[dict[str, float]]
-    evaluation: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     peak_memory: int = 0
     parameters: int = 0
@@ -66,8 +64,10 @@ def load_result(run: Path) -> SchemeResult | None:
     record = Store(run).find(RECORD)
     if record is None:
         return None
+    # Earlier versions kept lm-eval's results too.
+    values = {name: value for name, value in record.value.items() if name != "evaluation"}
     try:
-        return SchemeResult(**record.value)
+        return SchemeResult(**values)
     except TypeError as error:
         raise ValueError(
             f"{run / RESULT_FILE} is not a result of this version ({error}); use the version of "
@@ -75,14 +75,14 @@ def load_result(run: Path) -> SchemeResult | None:
         ) from None
 
 
-def save_result(run: Path, result: SchemeResult, key: str = "") -> None:
+def save_result(run: Path, result: SchemeResult, key: str) -> None:
     """Write the result of a run, which marks the run as finished."""
     Store(run).put(RECORD, key, asdict(result))
 
 
 def compact(result: SchemeResult) -> dict[str, Any]:
-    """Return a run's short record: a rounded curve, no health and no raw evaluation results."""
-    left_out = {"summary", "evaluation", "history"}
+    """Return a run's short record: a rounded curve, and no summary or health."""
+    left_out = {"summary", "history"}
     left_out |= {name for name in ("machine", "code") if not getattr(result, name)}
     curve = {
         "step": [int(entry["step"]) for entry in result.history],

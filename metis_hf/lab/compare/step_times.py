@@ -6,6 +6,7 @@ for reasons that have nothing to do with the variants.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Collection
@@ -116,18 +117,12 @@ def step_of(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Ca
     optimizer = kind(options.pop("params", None) or model.parameters(), **options)
     ids = [batch.to(args.device) for batch in batches]
 
-    def micro_batches() -> None:
-        for batch in ids:
-            with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
-                loss = model(input_ids=batch, labels=batch).loss
-            (loss / len(ids)).backward()
-
     def step() -> None:
-        if len(ids) > 1:
-            with reuse_weights(model):
-                micro_batches()
-        else:
-            micro_batches()
+        with reuse_weights(model) if len(ids) > 1 else contextlib.nullcontext():
+            for batch in ids:
+                with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
+                    loss = model(input_ids=batch, labels=batch).loss
+                (loss / len(ids)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()

@@ -124,10 +124,10 @@ def held(
             locks.enter_context(store.hold())
         store.claim(plan.settings(), inputs)
         for task in tasks:
-            if not _finished(task, plan, note):
+            if not _finished(task, note):
                 locks.enter_context(Store(task.directory).hold())
         # Another process may have finished one of the tasks in the meantime.
-        yield [task for task in tasks if not _finished(task, plan, note)]
+        yield [task for task in tasks if not _finished(task, note)]
 
 
 def _check_conversions(plan: ComparisonPlan, tasks: Sequence[Task]) -> None:
@@ -140,7 +140,7 @@ def _check_conversions(plan: ComparisonPlan, tasks: Sequence[Task]) -> None:
             raise ValueError(f"variant {task.variant.name!r}: {error}") from None
 
 
-def _finished(task: Task, plan: ComparisonPlan, note: Note) -> bool:
+def _finished(task: Task, note: Note) -> bool:
     """Return whether a task has its result; a damaged result is noted and deleted."""
     path = task.directory / RESULT_FILE
     try:

@@ -32,7 +32,7 @@ from metis_hf.training.precision import high_precision
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from metis_hf.training.trainer import MetisTrainer
 
@@ -66,22 +66,19 @@ def drop_checkpoints(run: Path) -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)  # other processes of the run remove it too
 
 
-def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
-    """Return a causal model with random fp32 weights that depend on the seed and device type."""
-    transformers.set_seed(seed)
-    with device:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
 def initial_model(experiment: Experiment, device: torch.device) -> PreTrainedModel:
-    """Return the model that every run starts from, with fp32 weights."""
+    """Return the model that every run starts from, with fp32 weights.
+
+    Random weights depend on the seed and on the type of the device.
+    """
+    transformers.set_seed(experiment.seed)
     if experiment.checkpoint is None:
         config = transformers.AutoConfig.for_model(**experiment.model)
-        model = new_model(config, experiment.seed, device)
+        with device:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if experiment.scaled_residuals:
             scale_residuals(model)
         return model
-    transformers.set_seed(experiment.seed)
     return transformers.AutoModelForCausalLM.from_pretrained(
         experiment.checkpoint, dtype=torch.float32
     ).to(device)  # type: ignore[arg-type]

@@ -71,13 +71,12 @@ def run(directory: Path) -> None:
     result = held_out_result(trained, variant, experiment.seed, held_out, code)
     if not trained.trainer.is_world_process_zero():
         return
-    tasks, evaluation = _scores(trained, spec) if spec["tasks"] else ({}, {})
-    result = replace(result, tasks=tasks, evaluation=evaluation)
-    save_result(directory, result, spec["key"])
+    tasks = _scores(trained, spec) if spec["tasks"] else {}
+    save_result(directory, replace(result, tasks=tasks), spec["key"])
     drop_checkpoints(directory)  # `model` has the weights
 
 
-def _scores(trained: Trained, spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _scores(trained: Trained, spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Load the saved model with `from_pretrained` and evaluate it with lm-eval, task by task.
 
     In one call, lm-eval would put requests of all tasks into the same batches, and a quantized
@@ -96,7 +95,7 @@ def _scores(trained: Trained, spec: dict[str, Any]) -> tuple[dict[str, Any], dic
     result = EvalResult.joined(
         [evaluate_model(model, tokenizer, [task.spec], include_path=own) for task in asked]
     )
-    return headlines(result, spec["tasks"]), result.to_dict()
+    return headlines(result, spec["tasks"])
 
 
 def main() -> None:

@@ -53,9 +53,8 @@ def markdown(comparison: Comparison) -> str:
         for row in block.rows:
             cells = [row.name]
             for value, spread, best in _cells(comparison, block, row):
-                cells.append(
-                    f"**{value}** {spread}".strip() if best else f"{value} {spread}".strip()
-                )
+                shown = f"**{value}**" if best else value
+                cells.append(f"{shown} {spread}".strip())
             lines.append(cells)
         heading = f"**{block.title}**\n\n" if block.title else ""
         parts.append(heading + markdown_table(head, lines))

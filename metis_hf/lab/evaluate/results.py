@@ -112,15 +112,6 @@ class EvalResult:
         """Return the metric that a table shows; see `metis_hf.lab.evaluate.results.headline`."""
         return headline(self.results, task, metric)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return results, versions, and numbers of samples and truncated requests; JSON-ready."""
-        return {
-            "results": self.results,
-            "versions": self.harness["versions"],
-            "n_samples": self.harness["n-samples"],
-            "truncated": self.truncated,
-        }
-
 
 def union(dictionaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge dictionaries; for a repeated key the last value wins."""

@@ -140,7 +140,7 @@ def compare(
         )
     if tasks:
         notes += _metric_notes(rows, tasks, metrics)
-        notes += _error_notes(rows, reference if others else None)
+        notes += _error_notes(reference if others else None)
     of_note: dict[str, list[str]] = {}
     for record, row in zip(records, rows):
         for note in _row_notes(record):
@@ -312,7 +312,7 @@ def _metric_notes(
     return notes
 
 
-def _error_notes(rows: Sequence[Row], reference: Row | None) -> list[str]:
+def _error_notes(reference: Row | None) -> list[str]:
     notes = ["± is one standard error over the items of a task, in points."]
     if reference is not None:
         paired = all(s.items for c, s in reference.scores.items() if s.percent and c != AVERAGE)

@@ -107,6 +107,16 @@ def test_a_result_of_another_version_is_kept(content, message, compare, out):
     assert path.read_text() == changed
 
 
+def test_a_result_of_an_earlier_version_is_read(compare, out):
+    """It has the results of lm-eval too."""
+    compare()
+    path = out / RUN / "result.json"
+    changed = json.dumps(json.loads(path.read_text()) | {"evaluation": {"results": {}}})
+    path.write_text(changed)
+    compare()
+    assert path.read_text() == changed
+
+
 def test_a_record_says_how_many_ran_side_by_side(compare, out):
     def jobs():
         return json.loads((out / "compare.json").read_text())["jobs"]

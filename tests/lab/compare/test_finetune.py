@@ -30,7 +30,7 @@ from metis_hf.lab.finetune_table import (
     markdown_tables,
     rows_of,
 )
-from metis_hf.lab.store import hold_directory
+from metis_hf.shared.locks import hold_directory
 
 RECIPE = str(ROOT / "recipes/finetune_nvfp4.py")
 

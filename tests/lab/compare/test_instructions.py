@@ -8,8 +8,6 @@ import re
 import pytest
 from texts import documents
 
-from metis_hf.data.chat import read_documents
-
 STUDY = "instructions"
 PARAGRAPH = (
     "The {n} valley lies between two hills. A river runs through it from north to south! "
@@ -46,8 +44,9 @@ def test_files_are_conversations_and_always_the_same(study, paragraphs, tmp_path
     assert study.write(source, tmp_path / "a.jsonl") == len(paragraphs)
     study.write(source, tmp_path / "b.jsonl")
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
-    for document in read_documents(tmp_path / "a.jsonl"):
-        assert [message["role"] for message in document["messages"]] == ["user", "assistant"]
+    for line in (tmp_path / "a.jsonl").read_text().splitlines():
+        roles = [message["role"] for message in json.loads(line)["messages"]]
+        assert roles == ["user", "assistant"]
     assert study.write(source, tmp_path / "c.jsonl", characters=700) < len(paragraphs)
 
 

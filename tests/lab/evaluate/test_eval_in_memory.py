@@ -140,7 +140,7 @@ def test_no_trace_is_left(model, tokenizer, folder, monkeypatch, capfd):
     assert vars(tqdm)["__init__"] is init
     assert capfd.readouterr() == ("", "")
     assert set(result.results) == {"cloze", LOSS_TASK}
-    assert json.loads(json.dumps(result.to_dict())) == result.to_dict()
+    assert json.loads(json.dumps(result.results)) == result.results
 
 
 def test_state_is_restored_after_an_error(model, tokenizer):

@@ -342,7 +342,7 @@ class TestResume:
     def test_is_replaced_as_a_whole(self, tmp_path, monkeypatch):
         folder = write(tmp_path, records())
         before = (folder / HEALTH_FILE).read_bytes()
-        monkeypatch.setattr("pathlib.Path.replace", lambda self, target: 1 / 0)
+        monkeypatch.setattr("os.replace", lambda source, target: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             drop_after(folder, 1)
         assert (folder / HEALTH_FILE).read_bytes() == before
