@@ -32,7 +32,7 @@ from metis_hf.operands.kept_weight import KeptWeight
 from metis_hf.operands.weight_forms import DenseWeight, WeightForm
 from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.noise_keys import CallKeys
-from metis_hf.schemes.roles import Role
+from metis_hf.schemes.roles import Role, contracted_dim
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class GemmPlan:
         """Return w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
         role, operand = self.resolve(role)
         options: dict[str, Any] = {
-            "dim": -1 if role is Role.FPROP_WEIGHT else 0,
+            "dim": contracted_dim(role),
             "key": self.keys[role],
             "dtype": self.dtype,
         }
@@ -206,11 +206,6 @@ class GemmPlan:
         factors = Role.WGRAD_GRAD_OUTPUT in self.scheme.corrected
         options: dict[str, Any] = {"dim": contracted_dim(role), "shape": shape}
         return operand.decode(Encoded(saved.tensors), dtype=self.dtype, factors=factors, **options)
-
-
-def contracted_dim(role: Role) -> int:
-    """Return the dimension of x or dy that the GEMM of that role contracts."""
-    return 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
 
 
 def scaled_product(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.config import MetisConfig
-from metis_hf.layers.gemm import GemmPlan, contracted_dim
+from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.saved_input import SavedInput
 from metis_hf.numerics import Tile
 from metis_hf.numerics.kernels.epilogue import finish_product
@@ -24,7 +24,7 @@ from metis_hf.numerics.scaling import OuterScale
 from metis_hf.operands import Encoded, Identity, Operand
 from metis_hf.operands.native_operand import NativeOperand, product
 from metis_hf.schemes.base import Scheme
-from metis_hf.schemes.roles import Role
+from metis_hf.schemes.roles import Role, contracted_dim, tensor_of
 
 _GEMMS = {
     "fprop": (Role.FPROP_INPUT, Role.FPROP_WEIGHT),
@@ -111,7 +111,7 @@ def obstacle(scheme: Scheme) -> str | None:
 
 
 def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> str | None:
-    names = [role.name.lower().split("_", 1)[1] for role in roles]
+    names = [tensor_of(role) for role in roles]
     operands = [scheme.resolve(role)[1] for role in roles]
     if all(operand.quantizer is None for operand in operands):
         return None

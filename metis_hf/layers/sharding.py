@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 
 from metis_hf.layers.parallelism import is_spread
 
 if TYPE_CHECKING:
     from metis_hf.layers.linear import MetisLayer
-
-
-def several_processes() -> bool:
-    """Return whether this process trains together with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def full_tensor(param: Tensor) -> Tensor:

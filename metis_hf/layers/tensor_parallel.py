@@ -25,7 +25,7 @@ from metis_hf.operands.conditioners.identity import Identity
 from metis_hf.operands.conditioners.static_scale import GivenScale
 from metis_hf.operands.weight_forms import DenseWeight
 from metis_hf.schemes.base import Scheme
-from metis_hf.schemes.roles import Role
+from metis_hf.schemes.roles import Role, contracted_dim, tensor_of
 from metis_hf.transforms.hadamard import SIZE
 
 COLWISE, ROWWISE, WHOLE = "colwise", "rowwise", "whole"
@@ -137,7 +137,7 @@ class ShardedPlan(GemmPlan):
         if isinstance(operand.conditioner, Hadamard):
             shared = SharedHadamard(operand.conditioner.seed, self.shards)
             return role, replace(operand, conditioner=shared)
-        return role, replace(operand, conditioner=GivenScale(self.amax[_tensor(role)]))
+        return role, replace(operand, conditioner=GivenScale(self.amax[tensor_of(role)]))
 
     def expect(self, *operands: tuple[Role, Tensor]) -> None:
         pass  # the amax comes from all processes, not from kernels
@@ -146,15 +146,6 @@ class ShardedPlan(GemmPlan):
         if role in _GRADIENTS and needs_amax(self.scheme, self.shards, role):
             (self.amax["grad_output"],) = self.shards.largest(x)
         return super().matrix_operand(role, x)
-
-
-def _tensor(role: Role) -> str:
-    return role.name.lower().split("_", 1)[1]
-
-
-def _contracted(role: Role) -> int:
-    """Return the dimension along which row blocks of an operand run."""
-    return 1 if role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT, Role.DGRAD_GRAD_OUTPUT) else 0
 
 
 def needs_amax(scheme: Scheme, shards: Shards, *roles: Role) -> bool:
@@ -205,18 +196,19 @@ def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | No
         source, operand = scheme.resolve(role)
         conditioner, quantizer = operand.conditioner, operand.quantizer
         if type(conditioner) not in (Identity, Hadamard):
-            return f"{type(conditioner).__name__} works on the whole {_tensor(role)} of a layer"
+            return f"{type(conditioner).__name__} works on the whole {tensor_of(role)} of a layer"
         if quantizer is None or not shards.cuts(source):
             continue
-        if quantizer.outer_scale is OuterScale.TOKEN and _contracted(source) == 1:
+        if quantizer.outer_scale is OuterScale.TOKEN and contracted_dim(source) == -1:
             return (
-                f"each token of its {_tensor(role)} has an outer scale, and every process would "
+                f"each token of its {tensor_of(role)} has an outer scale, and every process would "
                 'make one of its own part of the token; use outer_scale="tensor"'
             )
         block = _block_along(quantizer, source, _CUT[shards.style][source])
         if block is None:
-            return f"a block of its {_tensor(role)} spans all of {side}"
-        if isinstance(conditioner, Hadamard) and _contracted(source) == _CUT[shards.style][source]:
+            return f"a block of its {tensor_of(role)} spans all of {side}"
+        along_cut = contracted_dim(source) % 2 == _CUT[shards.style][source]
+        if isinstance(conditioner, Hadamard) and along_cut:
             block = max(block, SIZE)
         if cut // shards.size % block:
             return (
@@ -230,6 +222,6 @@ def _block_along(quantizer: Quantizer, role: Role, dim: int) -> int | None:
     """Return the length of a block along a dimension of its matrix; None: the whole dimension."""
     if quantizer.tile is Tile.TENSOR:
         return None
-    if quantizer.tile is Tile.SQUARE or _contracted(role) == dim:
+    if quantizer.tile is Tile.SQUARE or contracted_dim(role) % 2 == dim:
         return quantizer.fmt.block_size
     return 1

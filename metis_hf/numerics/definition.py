@@ -34,6 +34,7 @@ from metis_hf.numerics.layout import Tile, block_dims, from_blocks, to_blocks
 from metis_hf.numerics.mixed import MixedFormat, ends, rounded, steps_of
 from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
 from metis_hf.numerics.scaling import (
+    EDEN_CLIP,
     SCALE_NOISE,
     TRIED_SCALES,
     OuterScale,
@@ -41,7 +42,6 @@ from metis_hf.numerics.scaling import (
     ScaleRule,
     TensorScale,
     block_scale,
-    clipping_scale,
     corrected_scale,
     largest_value,
     least_error_scale,
@@ -200,7 +200,7 @@ class QuantizerDefinition:
                 x, amax, dims, self.fmt, self.scale_rounding, tensor, self.scale_rule
             )
         elif self.scale_rule is ScaleRule.EDEN:
-            scale, inverse = clipping_scale(amax, self.fmt, self.scale_rounding, tensor)
+            scale, inverse = block_scale(amax * EDEN_CLIP, self.fmt, self.scale_rounding, tensor)
         elif isinstance(self.fmt.element, MixedFormat):
             scale, inverse = mixed_scale(
                 x, amax, dims, self.fmt, self.scale_rounding, tensor, self.scale_rule

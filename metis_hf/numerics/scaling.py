@@ -348,13 +348,6 @@ def _exact_sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:
     return values.to(torch.int32).sum(dims, keepdim=True, dtype=torch.int32)
 
 
-def clipping_scale(
-    amax: Tensor, fmt: BlockFormat, rounding: ScaleRounding, tensor: TensorScale | None
-) -> tuple[Tensor, Tensor]:
-    """Return MS-EDEN's scales before their correction: `block_scale` of amax * EDEN_CLIP."""
-    return block_scale(amax * EDEN_CLIP, fmt, rounding, tensor)
-
-
 def corrected_scale(
     scale: Tensor, y: Tensor, codes: Tensor, dims: tuple[int, ...], fmt: ScaleFormat, noise: Tensor
 ) -> Tensor:

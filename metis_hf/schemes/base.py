@@ -18,7 +18,7 @@ from metis_hf.operands import (
 )
 from metis_hf.operands.conditioners.kept_subspace import Reuse
 from metis_hf.operands.weight_forms import DENSE, HIGH_PRECISION_BITS
-from metis_hf.schemes.roles import Role
+from metis_hf.schemes.roles import Role, tensor_of
 from metis_hf.schemes.states import LayerState
 from metis_hf.schemes.subspaces import KeptSubspaces
 
@@ -229,8 +229,7 @@ class Scheme:
         for role in (role for role in Role if role not in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)):
             operand = self.operand(role)
             if operand is not None and isinstance(split := operand.conditioner, Spectral):
-                of_input = role in (Role.FPROP_INPUT, Role.WGRAD_INPUT)
-                tensor = "input" if of_input else "grad_output"
+                tensor = tensor_of(role)
                 split = replace(split, reuse=Reuse(tensor, interval, refinements))
                 changes[role.name.lower()] = replace(operand, conditioner=split)
                 ranks[tensor] = split.rank

@@ -18,7 +18,7 @@ from metis_hf.operands import IDENTITY, Conditioner, Operand, SplitWeight
 from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS
 from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.registry import build_scheme, scheme_info, scheme_names
-from metis_hf.schemes.roles import Role
+from metis_hf.schemes.roles import Role, contracted_dim
 
 WIDTH = 4096  # in_features, out_features and tokens of the layer whose bits are counted
 
@@ -117,7 +117,7 @@ def _bits(scheme: Scheme, operand: Operand, role: Role) -> float | None:
 
 
 def _counted_bits(scheme: Scheme, operand: Operand, role: Role) -> float:
-    dim = -1 if role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT, Role.DGRAD_GRAD_OUTPUT) else 0
+    dim = contracted_dim(role)
     whole = (WIDTH, WIDTH)
     form = scheme.weight
     if not isinstance(form, SplitWeight) or role not in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):

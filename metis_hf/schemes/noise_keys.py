@@ -17,6 +17,11 @@ def process_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def several_processes() -> bool:
+    """Return whether this process trains together with others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class CallKeys:
     """Noise keys of one forward call and its backward: role -> key.
 

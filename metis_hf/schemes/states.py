@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from metis_hf.operands import TensorAmax
 from metis_hf.operands.kept import Kept, mark_of
-from metis_hf.schemes.noise_keys import CallKeys
+from metis_hf.schemes.noise_keys import CallKeys, several_processes
 
 
 class StatefulLayer(Protocol):
@@ -207,7 +207,7 @@ def is_known_set(flag: Tensor) -> bool:
     """
     if (
         cannot_be_read(flag)
-        or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        or several_processes()
         or (flag.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return False

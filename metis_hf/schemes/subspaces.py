@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metis_hf.operands.conditioners.kept_subspace import KeptSubspace, Slot, Subspaces
-from metis_hf.schemes.noise_keys import CallKeys
+from metis_hf.schemes.noise_keys import CallKeys, several_processes
 from metis_hf.schemes.states import LayerState, StatefulLayer, cannot_be_read, in_backward
 
 TENSORS = ("input", "grad_output")
@@ -102,7 +102,7 @@ class KeptSubspaces(LayerState):
     ) -> dict[str, dict[str, float]]:
         searched = (step - 1) % self.interval == 0
         if searched or self.refinements:
-            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if several_processes():
                 self._agree(layers)
             self._take(layers)
         for layer in layers.values():
@@ -185,7 +185,6 @@ def _host(flags: Tensor) -> _Host:
     """Return the `_Host` of a layer's flags, read from the device if missing or stale."""
     host = _HOSTS.get(flags)
     # Versions tell nothing under DDP, which writes all buffers before each forward pass.
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if host is None or (host.version != flags._version and not several):
+    if host is None or (host.version != flags._version and not several_processes()):
         host = _HOSTS[flags] = _Host(flags)
     return host

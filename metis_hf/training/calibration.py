@@ -21,8 +21,9 @@ from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.deployed import deployed_groups, input_groups
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.parallelism import is_sharded
-from metis_hf.layers.sharding import several_processes, whole_params
+from metis_hf.layers.sharding import whole_params
 from metis_hf.numerics import Quantizer
+from metis_hf.schemes.noise_keys import several_processes
 from metis_hf.schemes.states import StaticScales, largest_magnitude
 from metis_hf.shared.messages import some
 from metis_hf.training.copies import by_place

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.layers.sharding import full_tensor, several_processes
+from metis_hf.layers.sharding import full_tensor
+from metis_hf.schemes.noise_keys import several_processes
 from metis_hf.schemes.states import LayerState
 from metis_hf.training.refresh import check_engine, reshard, write
 

@@ -19,8 +19,9 @@ from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.refusals import DEEPSPEED_MARKS
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.parallelism import is_spread
-from metis_hf.layers.sharding import full_tensor, several_processes
+from metis_hf.layers.sharding import full_tensor
 from metis_hf.operands import SplitWeight
+from metis_hf.schemes.noise_keys import several_processes
 
 logger = logging.get_logger(__name__)
 

@@ -11,7 +11,7 @@ from layers.layer_tools import layer_of
 from tensors import relative
 
 from metis_hf.noise import Key, uniform
-from metis_hf.numerics import E4M3, Quantizer, fake_quantize, quantize, scaling
+from metis_hf.numerics import E4M3, Quantizer, definition, fake_quantize, quantize
 from metis_hf.numerics.formats import SCALE_E4M3
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.numerics.scaling import round_scale_stochastic
@@ -60,8 +60,8 @@ class TestQuantizer:
     def test_the_clipping_is_the_best_one(self, monkeypatch):
         """Amax on 6.07: a smaller error than on 5.6 or 6.6, for a tensor in a random basis."""
         x, errors = matrix(512, 1024), {}
-        for amax in (5.6, 6 / scaling.EDEN_CLIP, 6.6):
-            monkeypatch.setattr(scaling, "EDEN_CLIP", 6 / amax)
+        for amax in (5.6, 6 / definition.EDEN_CLIP, 6.6):
+            monkeypatch.setattr(definition, "EDEN_CLIP", 6 / amax)
             with use_kernels("reference"):  # compiled code has the constant
                 errors[amax] = relative(EDEN(x, key=key(0)), x)
         low, chosen, high = errors.values()

@@ -24,6 +24,7 @@ from metis_hf.operands.conditioners.spectral import Spectral
 from metis_hf.operands.weight_forms import DenseWeight
 from metis_hf.schemes import Role, build_scheme, layer_rank
 from metis_hf.schemes.noise_keys import CallKeys
+from metis_hf.schemes.roles import contracted_dim
 from metis_hf.training.health import element_fates, spectral_norm
 from metis_hf.transforms.spectral import sample_rows
 
@@ -103,7 +104,7 @@ class Quantizers:
         role, operand = plan.resolve((_NVIDIA_ROLES if scheme == "nvidia" else _ROLES)[kind])
         _check_needs_no_call(scheme, operand)
         assert operand.quantizer is not None
-        dim = 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
+        dim = contracted_dim(role)
         key = CallKeys(key_of("layer", 0, self.name), x, x)[role]
         values = operand(x, dim=dim, key=key, dtype=torch.float32)[0][: x.shape[0], : x.shape[1]]
         part = operand.conditioner.parts(x, operand.quantizer, dim=dim, key=key, row_mask=None)[-1]

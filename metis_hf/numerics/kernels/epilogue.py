@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels.choice import kernels_for
-from metis_hf.numerics.kernels.layout import DTYPES
+from metis_hf.numerics.kernels.layout import DTYPES, MAX_ELEMENTS
 from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.numerics.kernels.scratch import Scratch
-
-_MAX_ELEMENTS = 2**31 - 2**13  # indices have 32 bits, up to the end of the last program
 
 
 def finish_product(
@@ -95,6 +93,6 @@ def _has_kernel(out: Tensor, given: Sequence[Tensor]) -> bool:
         out.dim() == 2
         and out.is_contiguous()
         and out.dtype in DTYPES
-        and 0 < out.numel() <= _MAX_ELEMENTS
+        and 0 < out.numel() <= MAX_ELEMENTS
         and all(each.dtype in DTYPES and each.device == out.device for each in given)
     )

@@ -23,7 +23,7 @@ from metis_hf.numerics.scaling import ScaleRule
 BLOCK = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that kernels read and write
 # Kernels use 32-bit indices, up to the end of the last program and of the last, padded blocks.
-_MAX_ELEMENTS = 2**31 - 2**13
+MAX_ELEMENTS = 2**31 - 2**13
 
 
 def readable(x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def has_kernel(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
         quantizer.fmt == NVFP4
         and covers_rule(x.shape, quantizer, dim)
         and has_form(x, quantizer.tile, dim)
-        and _padded_count(x.shape) <= _MAX_ELEMENTS
+        and _padded_count(x.shape) <= MAX_ELEMENTS
     )
 
 

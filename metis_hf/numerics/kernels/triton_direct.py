@@ -23,7 +23,6 @@ from triton.runtime.errors import InterpreterError
 from metis_hf.numerics.kernels.request import CompilationError, failed_kernels
 
 _RELEASES = [(3, minor) for minor in range(6, 10)]  # whose compiled kernels take all arguments
-_ALIGNED = 16  # alignment of a pointer in bytes, and divisor of an integer, that Triton checks
 
 _compiled: dict[Hashable, Any] = {}
 # By the kernel's id: the kernel, kept alive so that the id stays unique, and its describer.

@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics.kernels.layout import DTYPES as DTYPES
 from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.numerics.kernels.scratch import FINGERPRINTS, WORDS, Scratch
 from metis_hf.numerics.kernels.triton_direct import cdiv, launch
 from metis_hf.numerics.kernels.triton_numbers import bits_of, hash_bits
 from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that fingerprints support
 _TILE = 1024  # elements per program
 _LANES = tl.constexpr(noise._LANES)
 

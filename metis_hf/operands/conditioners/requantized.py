@@ -59,20 +59,20 @@ class Requantized(Conditioner):
         row_mask: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        options: dict[str, Any] = {"dim": dim, "key": key, "row_mask": row_mask}
-        return self.second(first_copy(x, quantizer, key), quantizer, dtype=dtype, **options)
+        x = first_copy(x, quantizer, key)
+        return self.second(x, quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype)
 
     def parts(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
     ) -> list[Part]:
-        options: dict[str, Any] = {"dim": dim, "key": key, "row_mask": row_mask}
-        return self.second.parts(first_copy(x, quantizer, key), quantizer, **options)
+        x = first_copy(x, quantizer, key)
+        return self.second.parts(x, quantizer, dim=dim, key=key, row_mask=row_mask)
 
     def encode(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
     ) -> Encoded:
-        options: dict[str, Any] = {"dim": dim, "key": key, "row_mask": row_mask}
-        return self.second.encode(first_copy(x, quantizer, key), quantizer, **options)
+        x = first_copy(x, quantizer, key)
+        return self.second.encode(x, quantizer, dim=dim, key=key, row_mask=row_mask)
 
     def decode(
         self,
