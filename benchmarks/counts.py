@@ -154,7 +154,9 @@ def python_ms(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("schemes", nargs="*", default=SCHEMES)
-    parser.add_argument("--names", action="store_true", help="also each kernel and operation")
+    parser.add_argument(
+        "--names", action="store_true", help="also print the name of each kernel and operation"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

@@ -33,7 +33,7 @@ from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed
 from metis_hf.data.corpus import stdlib_documents
 from metis_hf.deploy import export_checkpoint
 
-MISSING = "vLLM is not in .engine; run `make engine`, which installs it there"
+MISSING = "vLLM is not installed in .engine; run `make engine` to install it"
 SMOLLM2, LORA_BASE = "SmolLM2-135M", "Llama"
 PROMPTS, LENGTH = 16, 256  # prompts, tokens of each
 STEPS, ITEMS = 150, 50  # training steps, items of PIQA
@@ -293,8 +293,10 @@ def markdown(record: Row) -> str:
 
 def main() -> None:
     parser = program_arguments(__doc__)
-    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M as a transformers checkpoint")
-    parser.add_argument("--piqa", type=Path, help="JSON lines of PIQA to evaluate SmolLM2 on")
+    parser.add_argument(
+        "--smollm2", type=Path, help="directory of SmolLM2-135M as a transformers checkpoint"
+    )
+    parser.add_argument("--piqa", type=Path, help="JSON Lines file of PIQA, to evaluate SmolLM2 on")
     args = parse(parser)
     if not (ENGINE.exists() and WRITER.exists()):
         sys.exit(MISSING)

@@ -53,7 +53,9 @@ SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")  # for the part `c
 
 def compare(context: Context) -> Iterator[Item]:
     if context.data is None:
-        raise Skipped("no tokens were given: --data DIR, as recipes/prepare_data.py writes it")
+        raise Skipped(
+            "no tokens were given; pass --data DIR, a folder that recipes/prepare_data.py wrote"
+        )
     from on_gpu.compare import compare as items
 
     yield from items(context)
@@ -91,7 +93,7 @@ def known_names(text: str, what: str, known: Sequence[str]) -> list[str]:
     unknown = [name for name in given if name not in known]
     if unknown or not given:
         raise argparse.ArgumentTypeError(
-            f"{', '.join(unknown) or 'nothing'} is no {what}; choose from {', '.join(known)}"
+            f"{', '.join(unknown) or 'nothing'} is not a {what}; choose from {', '.join(known)}"
         )
     return given
 
@@ -111,8 +113,8 @@ def first_device(name: str) -> torch.device:
     """Parse --device; of the GPUs only the first is visible."""
     if name.startswith("cuda:") and name != "cuda:0":
         raise argparse.ArgumentTypeError(
-            f"{name!r} is hidden: the first GPU is measured. Leave --device out, and name another "
-            f"one with CUDA_VISIBLE_DEVICES={name.removeprefix('cuda:')}"
+            f"{name!r} is not visible, because only the first GPU is measured. Omit --device, "
+            f"and select another GPU with CUDA_VISIBLE_DEVICES={name.removeprefix('cuda:')}"
         )
     return device(name)
 
@@ -120,44 +122,69 @@ def first_device(name: str) -> torch.device:
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="make gpu", description=summary)
-    parser.add_argument("--parts", type=names, default=list(PARTS), help="default: all of them")
     parser.add_argument(
-        "--minutes", type=float, default=40.0, help="after which nothing begins; default 40"
+        "--parts",
+        type=names,
+        default=list(PARTS),
+        help="comma-separated parts to measure; default: all",
     )
     parser.add_argument(
-        "--out", type=Path, help="folder of record and page; the checkout gets copies if it can"
+        "--minutes",
+        type=float,
+        default=40.0,
+        help="minutes after which no further measurement starts; default: 40",
     )
-    parser.add_argument("--name", help="of the record; default: the GPU's")
-    parser.add_argument("--again", action="store_true", help="measure the parts anew")
-    parser.add_argument("--device", type=first_device, help="default: cuda")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--model", help="fidelity: directory of a causal language model")
-    parser.add_argument("--text", type=Path, help="fidelity: UTF-8 file; scale: folder of them")
-    parser.add_argument("--data", type=Path, help="compare, scale: directory of chunked tokens")
     parser.add_argument(
-        "--peers", type=Path, help="layer: folder of other libraries' checkouts; CONTRIBUTING.md"
+        "--out",
+        type=Path,
+        help="folder for the record and the page; the checkout gets copies if it is writable",
+    )
+    parser.add_argument("--name", help="name of the record; default: name of the GPU")
+    parser.add_argument("--again", action="store_true", help="measure the parts again")
+    parser.add_argument("--device", type=first_device, help="device to measure; default: cuda")
+    parser.add_argument(
+        "--quick", action="store_true", help="use tiny sizes, to check that everything runs"
+    )
+    parser.add_argument("--model", help="for fidelity: directory of a causal language model")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="for fidelity: a UTF-8 file; for scale: a folder of .txt or .txt.xz files",
+    )
+    parser.add_argument(
+        "--data", type=Path, help="for compare and scale: directory of chunked tokens"
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        help="for layer: folder with checkouts of other libraries, see CONTRIBUTING.md",
     )
     parser.add_argument(
         "--schemes", type=schemes, default=SCHEMES,
-        help=f"compare: default {','.join(SCHEMES)}",
+        help=f"for compare: comma-separated schemes; default: {','.join(SCHEMES)}",
     )  # fmt: skip
     parser.add_argument(
-        "--train-minutes", type=float, default=12.0, help="compare: all schemes; default 12"
+        "--train-minutes",
+        type=float,
+        default=12.0,
+        help="for compare: minutes of training, for all schemes together; default: 12",
     )
     parser.add_argument(
-        "--work", type=Path, help="folder of checkpoints, kept between calls; default runs/gpu-NAME"
+        "--work",
+        type=Path,
+        help="folder for checkpoints, which is kept between calls; default: runs/gpu-NAME",
     )
     args = parser.parse_args(given)
     if args.device is None:
         if not torch.cuda.is_available():
             parser.error(
-                "torch sees no CUDA device; to see that the parts run, add --device cpu --quick"
+                "torch sees no CUDA device; to check that the parts run, add --device cpu --quick"
             )
         args.device = torch.device("cuda")
     if (args.model is None) == (args.text is not None and not args.text.is_dir()):
         parser.error(
-            "--model and --text belong together: give both or none. The part scale takes --text "
-            "without --model, a folder of .txt or .txt.xz files"
+            "--model and --text belong together: give both or neither. The part scale takes "
+            "--text without --model: a folder of .txt or .txt.xz files"
         )
     try:
         _check_inputs(args)
@@ -169,11 +196,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def _check_inputs(args: argparse.Namespace) -> None:
     """Refuse missing inputs before any part is measured."""
     if args.model is not None and not Path(args.model).is_dir():
-        raise FileNotFoundError(f"--model {args.model} is no directory; nothing is downloaded")
+        raise FileNotFoundError(
+            f"--model {args.model} is not a directory; models are not downloaded"
+        )
     if args.model is not None and not args.text.is_file():
-        raise FileNotFoundError(f"--text {args.text} is no file")
+        raise FileNotFoundError(f"--text {args.text} is not a file")
     if args.peers is not None and not args.peers.is_dir():
-        raise FileNotFoundError(f"--peers {args.peers} is no directory of checkouts")
+        raise FileNotFoundError(f"--peers {args.peers} is not a directory of checkouts")
     if args.data is not None:
         read_meta(args.data)
 
@@ -262,7 +291,7 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
     entries = [record.part(part) for part in args.parts]
     if clock.left() <= 0 and any(entry.state == WAITING or entry.reason for entry in entries):
         command = "the same command without --again" if args.again else "the same command"
-        say(f"the minutes are over: {command} goes on where this one stopped")
+        say(f"the minutes are over: run {command} to continue from here")
     return int(any(entry.state == FAILED for entry in entries))
 
 
@@ -290,7 +319,10 @@ def _measure_anew(
         old = record.part(part)
         has_any = bool(old.items or old.errors)
         if has_any and clock.left() <= 0:
-            say(f"{part}: not measured anew, no time was left; its earlier results stay")
+            say(
+                f"{part}: not measured again, because no time was left; its earlier results are "
+                "kept"
+            )
             continue
         same = context.options.get(part, old.options) == old.options
         new = record.parts[part] = old.anew() if has_any and same else Entry()
@@ -301,7 +333,7 @@ def _measure_anew(
             if not new.errors.items() <= old.errors.items():
                 old.state, old.reason = new.state, new.reason
                 old.errors |= new.errors
-            say(f"{part}: not measured anew; its earlier results stay")
+            say(f"{part}: not measured again; its earlier results are kept")
 
 
 def main() -> None:

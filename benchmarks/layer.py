@@ -308,10 +308,12 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--paper", type=Path, help="checkout of the paper's released code")
+    parser.add_argument(
+        "--paper", type=Path, help="folder of a checkout of the paper's released code"
+    )
     args = parse(parser)
     if args.paper is not None and args.device.type == "cuda":
-        parser.error("the paper's code is timed on a CPU only: leave --paper or --device cuda out")
+        parser.error("the paper's code is timed only on a CPU; omit --paper or --device cuda")
     prepare(args.threads)
     before = before_start(args.device)
     shapes = GPU_SHAPES if args.device.type == "cuda" else SHAPES

@@ -319,7 +319,9 @@ def report(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--render", action="store_true", help="only write the pages again")
+    parser.add_argument(
+        "--render", action="store_true", help="only rewrite the pages from the existing results"
+    )
     if not parser.parse_args().render:
         tables = {}
         for name, measure in SECTIONS.items():

@@ -113,7 +113,7 @@ def usable(make: Callable[[], Call], name: str) -> Call | None:
         call()
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        print(f"{name} is left out: {type(error).__name__}: {first}", file=sys.stderr)
+        print(f"skipping {name}: {type(error).__name__}: {first}", file=sys.stderr)
         return None
     return call
 

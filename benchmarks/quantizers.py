@@ -98,7 +98,7 @@ def available(device: torch.device) -> list[str]:
         if lacks is None:
             found.append(name)
         elif name == ("triton" if device.type == "cuda" else "compiled"):
-            print(f"only the reference runs: there is no {lacks}", file=sys.stderr)
+            print(f"measuring only the reference kernels: there is no {lacks}", file=sys.stderr)
     return found
 
 
@@ -198,7 +198,9 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--paper", type=Path, help="checkout of the paper's released code")
+    parser.add_argument(
+        "--paper", type=Path, help="folder of a checkout of the paper's released code"
+    )
     args = parse(parser)
     prepare(args.threads)
     shapes = QUICK_SHAPES if args.quick else SHAPES

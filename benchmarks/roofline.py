@@ -286,7 +286,10 @@ def main() -> None:
     args = parse(arguments(__doc__))
     prepare(args.threads)
     if args.device.type != "cuda":
-        print("no GPU was asked for (--device cuda): its bandwidths are skipped", file=sys.stderr)
+        print(
+            "no GPU was requested (--device cuda), so GPU bandwidths are not measured",
+            file=sys.stderr,
+        )
     before = before_start(args.device)
     # Bytes can be counted for compiled kernels and torch operations, not for Triton kernels.
     kernels = [name for name in available(args.device)[::-1] if name != "triton"]

@@ -49,15 +49,16 @@ def joined(paths: Sequence[Path]) -> dict[str, Row]:
     for path in paths:
         record = read_json(path)
         if not isinstance(record, dict) or "parts" not in record:
-            raise ValueError(f"{path} is no record of make gpu")
+            raise ValueError(f"{path} is not a record of make gpu")
         for key, row in rows_of(record["parts"].get("scale", {}).get("items", {})).items():
             for name, title in _SAME.items():
                 where, other = first.setdefault((row["preset"], name), (path, row))
                 if row[name] != other[name]:
                     raise ValueError(
-                        f"{path} has runs of {row['preset']} with other {title} ({row[name][:12]}, "
-                        f"commit {row['code']['commit']}) than {where} ({other[name][:12]}, commit "
-                        f"{other['code']['commit']}), which make no table; leave one of them out"
+                        f"{path} has runs of {row['preset']} with different {title} "
+                        f"({row[name][:12]}, commit {row['code']['commit']}) than {where} "
+                        f"({other[name][:12]}, commit {other['code']['commit']}); such runs "
+                        "cannot share a table, so leave one of the files out"
                     )
             rows.setdefault(key, row)
     if not rows:
@@ -136,7 +137,7 @@ def _shared(rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("records", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, help="folder of table, runs and figures")
+    parser.add_argument("--out", type=Path, help="folder for the table, the runs and the figures")
     args = parser.parse_args()
     try:
         rows = joined(args.records)

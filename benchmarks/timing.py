@@ -45,8 +45,10 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 def program_arguments(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a benchmark that times whole programs, which run on the CPU."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--out", type=Path, help="folder of the results; default results/")
+    parser.add_argument(
+        "--quick", action="store_true", help="use tiny sizes, to check that everything runs"
+    )
+    parser.add_argument("--out", type=Path, help="folder for the results; default: results/")
     parser.set_defaults(device=torch.device("cpu"))
     return parser
 
@@ -55,7 +57,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a benchmark that times calls in its own process."""
     parser = program_arguments(doc)
     parser.add_argument("--device", type=device, default=torch.device("cpu"))
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU; default 1")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads; default: 1")
     return parser
 
 
@@ -161,8 +163,8 @@ def printed_seconds(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(
-            f"the program that is timed ended with status {done.returncode}; mend what it says "
-            f"and run this again:\n{done.stderr}"
+            f"the timed program exited with status {done.returncode}; fix the error below and "
+            f"run this again:\n{done.stderr}"
         )
     return float(done.stdout.splitlines()[-1])
 

@@ -81,8 +81,7 @@ class MetisConfig:
             "side-branch" stores the same factors, keeps them in high precision and applies them to
             the unquantized input, in parallel with the residual's GEMM. None takes the scheme's
             own: True for "metis-paper", "bf16-split" and "svdquant", "side-branch" for
-            "metis-released" and "mean-released", False for the others. "w4a4" and "w4a16" never
-            split.
+            "metis-released" and "mean-released", False for the others.
         operand_mode: "shared", one quantized copy of a tensor for all its GEMMs (the paper), or
             "contraction", one per GEMM with blocks along its contraction dimension (hardware);
             None takes the scheme's own.
@@ -95,8 +94,7 @@ class MetisConfig:
         high_precision: passes that run unquantized: any of "forward", "backward".
         attention: the scheme that quantizes the two products of attention, queries by keys and
             probabilities by values; None leaves them unquantized (`layers.attention`).
-        two_level: one fp32 scale per tensor above the block scales. False warns: without it,
-            block scales underflow E4M3 and gradients become zero.
+        two_level: one fp32 scale per tensor above the block scales. False warns: gradients underflow.
         outer_scale: "tensor" has one such fp32 scale per tensor, "token" one per row of inputs and
             output gradients, in copies whose blocks lie along the rows. Weights, and copies with
             blocks along tokens, keep one per tensor.
@@ -106,8 +104,7 @@ class MetisConfig:
         exclude_modules: layers to leave out, as a regular expression or a list. With "all-linear"
             or a regular expression in `target_modules`, the output head, routers and tied weights
             are left out too.
-        modules_to_not_convert: names of modules, or regular expressions for them, to leave
-            unconverted with everything inside them.
+        modules_to_not_convert: names of modules, or regular expressions, to leave unconverted.
         layers_to_transform: indices of the transformer blocks to convert; needs a list in
             `target_modules`.
         layers_pattern: name of the list of blocks ("layers", "h"), for `layers_to_transform`.
@@ -115,14 +112,13 @@ class MetisConfig:
         scheme_pattern: name suffix or regular expression -> scheme of the layers that match:
             {"down_proj": "bf16"}.
         keep_first_blocks: transformer blocks at the start that stay in high precision.
-        keep_last_blocks: transformer blocks at the end that stay in high precision. The outermost
-            list of blocks is counted; in hierarchical models (Swin) its entries are stages.
+        keep_last_blocks: the same at the end. The outermost list of blocks is counted; in
+            hierarchical models (Swin) its entries are stages.
         refresh_interval: optimizer steps between re-decompositions of stored u, s, vh and
             residual by MetisCallback; 0 never refreshes, as in the paper.
         backend: what computes the GEMMs: "emulated", in the model's precision on any device;
-            "native", the FP4 units of a GPU, with an error where a layer or device cannot use
-            them; "auto", native where possible and emulated elsewhere, as the conversion report
-            says.
+            "native", the FP4 units of a GPU, or an error; "auto", native where possible and
+            emulated elsewhere, as the conversion report says.
         seed: seed of all noise (stochastic rounding, sampled rows, signs, sketches); 64 bits.
 
     Raises:
@@ -180,8 +176,8 @@ class MetisConfig:
         _check(self)
         if not self.two_level:
             warnings.warn(
-                "two_level=False: E4M3 block scales of values under about 1e-2 underflow, and "
-                "tensors the size of gradients become zero; leave two_level=True to train",
+                "two_level=False: E4M3 block scales of values below about 1e-2 underflow, so "
+                "gradients become zero; keep two_level=True for training",
                 stacklevel=3,
             )
 
@@ -233,11 +229,11 @@ class MetisConfig:
                 message names the nearest known one), or a newer version of this package wrote it.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"a Metis config is a mapping of options; got {shown(values)}")
+            raise ValueError(f"a Metis config must be a mapping of options; got {shown(values)}")
         values = dict(values)
         method = values.pop("quant_method", cls.quant_method)
         if method != cls.quant_method:
-            raise ValueError(f"quant_method={shown(method)} is no Metis config; expected 'metis'")
+            raise ValueError(f"quant_method={shown(method)}; expected 'metis'")
         version = values.pop("format_version", cls.format_version)
         if not _is_int(version) or version < 1:
             raise ValueError(
@@ -246,8 +242,8 @@ class MetisConfig:
             )
         if version > cls.format_version:
             raise ValueError(
-                f"this config has format_version {shown(version)}, the installed metis_hf reads "
-                f"up to {cls.format_version}; upgrade metis_hf"
+                f"this config has format_version {shown(version)}, but the installed metis_hf "
+                f"reads only versions up to {cls.format_version}; upgrade metis_hf"
             )
         if values.pop("oversample", 0):  # up to 0.2: extra columns, worth about one iteration
             values["n_iter"] = values.get("n_iter", 1) + 1
@@ -270,7 +266,7 @@ class MetisConfig:
         try:
             values = json.loads(text)
         except RecursionError:
-            raise ValueError("a Metis config is a flat JSON object; this one is nested") from None
+            raise ValueError("a Metis config must be a flat JSON object, not nested") from None
         return cls.from_dict(values)
 
 
@@ -342,12 +338,12 @@ def _check_blocks(config: MetisConfig) -> None:
     if pattern is not None and not named:
         raise ValueError(
             f"layers_pattern={shown(pattern)}; expected None or the name of a list of blocks, "
-            'as "layers" or "transformer.h"'
+            'such as "layers" or "transformer.h"'
         )
     if layers is None:
         if pattern is not None:
             raise ValueError(
-                f"layers_pattern={pattern!r} without layers_to_transform has no effect; give "
+                f"layers_pattern={pattern!r} has no effect without layers_to_transform; set "
                 "layers_to_transform too"
             )
         return
@@ -386,8 +382,8 @@ def _check_expressions(config: MetisConfig) -> None:
             characters += 0 if re.fullmatch(r"[\w.-]*", text) else len(text)
             if characters > _MOST_CHARACTERS:
                 raise ValueError(
-                    f"{name}={shown(text)}; with this one the regular expressions have more than "
-                    f"{_MOST_CHARACTERS:,} characters in all; write fewer or shorter ones (plain "
+                    f"{name}={shown(text)}; with this one, the regular expressions have more than "
+                    f"{_MOST_CHARACTERS:,} characters in total; use fewer or shorter ones (plain "
                     "names do not count)"
                 )
 

@@ -80,32 +80,32 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass
 class Arguments:
-    model: str = option("", "Directory or hub name of a causal LM.")
-    data: str | None = option(None, 'JSON lines of {"messages": ...} or {"text": ...}, or a text.')
-    held_out: str | None = option(None, "Files to measure on, by commas; default: end of --data.")
-    method: str = option("qad", f"One or several of {', '.join(METHODS)}, by commas.")
-    compare: str = option("", "Schemes to measure the untrained model in, by commas.")
-    export: str | None = option(None, "Directory for a folder a method; default: in output_dir.")
-    format: Literal["compressed-tensors", "modelopt"] = option("compressed-tensors", "Of exports.")
-    scheme: Literal["w4a4", "w4a16"] = option("w4a4", "w4a16 quantizes weights alone.")
-    calibration_method: Literal["mse", "amax", "percentile"] = option("mse", "Scales of inputs.")
-    calibration_sequences: int = option(32, "Training sequences that scales are found on.")
-    sequence_length: int = option(512, "Tokens of a sequence.")
-    eval_sequences: int = option(32, "Sequences to measure on, of each held-out file.")
-    tokens: float = option(1e6, "Training tokens, unless max_steps is given.")
-    global_batch: int = option(16, "Sequences of an optimizer step.")
-    temperature: float = option(1.0, "Temperature of the teacher's and the student's logits.")
-    cross_entropy_share: float = option(0.0, "Share of the labels' cross entropy in qad's loss.")
-    lora_rank: int = option(16, "Rank of the adapters.")
-    lora_learning_rate: float = option(2e-4, "For the adapters, instead of --learning_rate.")
-    smoke: bool = option(False, "The same code on the CPU in a minute: tiny model and text.")
-    dry_run: bool = option(False, "Print what the run takes, and stop.")
-    device: Literal["h100", "h200", "cpu"] | None = option(None, "Of the times of --dry-run.")
+    model: str = option("", "Causal language model: a directory or a hub name.")
+    data: str | None = option(None, 'JSON lines of {"messages": ...} or {"text": ...}, or text.')
+    held_out: str | None = option(None, "Held-out files, comma-separated; default: end of --data.")
+    method: str = option("qad", f"Comma-separated methods to run: {', '.join(METHODS)}.")
+    compare: str = option("", "Comma-separated schemes to measure the untrained model in.")
+    export: str | None = option(None, "Directory for the exports; default: inside output_dir.")
+    format: Literal["compressed-tensors", "modelopt"] = option("compressed-tensors", "File layout.")
+    scheme: Literal["w4a4", "w4a16"] = option("w4a4", "w4a16 quantizes only the weights.")
+    calibration_method: Literal["mse", "amax", "percentile"] = option("mse", "For input scales.")
+    calibration_sequences: int = option(32, "Number of training sequences used for calibration.")
+    sequence_length: int = option(512, "Sequence length in tokens.")
+    eval_sequences: int = option(32, "Number of sequences to evaluate from each held-out file.")
+    tokens: float = option(1e6, "Number of training tokens, unless --max_steps is given.")
+    global_batch: int = option(16, "Sequences per optimizer step, over all processes.")
+    temperature: float = option(1.0, "Softmax temperature of teacher and student in qad.")
+    cross_entropy_share: float = option(0.0, "Weight of the labels' cross entropy in qad's loss.")
+    lora_rank: int = option(16, "Rank of the LoRA adapters.")
+    lora_learning_rate: float = option(2e-4, "Replaces --learning_rate for the LoRA adapters.")
+    smoke: bool = option(False, "Run the same code on the CPU in a minute, with a tiny model.")
+    dry_run: bool = option(False, "Print the tokens, steps, time and memory of the run, and exit.")
+    device: Literal["h100", "h200", "cpu"] | None = option(None, "Device that --dry-run assumes.")
 
     def __post_init__(self) -> None:
         for name in parts(self.method) or [""]:
             if name not in METHODS:
-                raise ValueError(f"--method {name!r}; choose of {', '.join(METHODS)}")
+                raise ValueError(f"--method {name!r}; choose from {', '.join(METHODS)}")
         above, most = 5e-324, sys.float_info.max  # the finite numbers above 0
         for names, least, largest, expected in (
             ("calibration_sequences eval_sequences global_batch lora_rank", 1, most, "at least 1"),
@@ -135,11 +135,11 @@ def load_data(a: Arguments, tokenizer: Any) -> tuple[Tensor, dict[str, Tensor]]:
         train, held = chunked_sequences(data, tokenizer, length, count)
         return train, {"held-out": held}
     if len({file.stem for file in files}) < len(files):
-        raise ValueError(f"--held-out {a.held_out}: two files of one name; rename one")
+        raise ValueError(f"--held-out {a.held_out}: two files have the same name; rename one")
     if any(file.is_file() and file.samefile(data) for file in files):
         raise ValueError(
-            f"--held-out {a.held_out}: {data} is what --data trains on; leave --held-out out, and "
-            "the end of the data is held out"
+            f"--held-out {a.held_out}: {data} is also the file of --data; leave "
+            "--held-out out to hold out the end of the data"
         )
     texts = {file.stem: first_sequences(file, tokenizer, length, count) for file in files}
     return first_sequences(data, tokenizer, length, sys.maxsize), texts
@@ -154,18 +154,21 @@ def load(a: Arguments, training: TrainingArguments) -> Any:
 def check(a: Arguments, training: TrainingArguments) -> Workload:
     """Refuse arguments that cannot run, set the accumulation, and return the workload."""
     if not a.model:
-        raise ValueError("no model: give a directory or hub name, or try --smoke")
+        raise ValueError("no model: give a directory or a hub name, or try --smoke")
     if a.data is None:
-        raise ValueError("no data: give --data FILE, JSON lines of messages or text")
+        raise ValueError("no data: give --data FILE with JSON lines of messages or text")
     launched = any(parse_flag_from_env(f"ACCELERATE_USE_{x}") for x in ("FSDP", "DEEPSPEED"))
     if training.fsdp or training.deepspeed or launched:
         raise ValueError(
-            "fine-tuning for deployment exports whole models from one process, which FSDP and "
-            "DeepSpeed have cut; run it in one process or under DDP (accelerate launch)"
+            "fine-tuning for deployment exports whole models from one process, but FSDP and "
+            "DeepSpeed shard them; run it in one process or under DDP (accelerate launch)"
         )
     for name, instead in (
-        ("num_train_epochs", "--tokens says how long a run is"),
-        ("resume_from_checkpoint", "the same command goes on with what is not finished"),
+        ("num_train_epochs", "--tokens sets the length of the run"),
+        (
+            "resume_from_checkpoint",
+            "the same command continues with the methods that are not finished",
+        ),
     ):
         if (value := getattr(training, name)) != getattr(TrainingArguments, name):
             raise ValueError(f"{name}={value}: {instead}; leave it out")
@@ -173,8 +176,8 @@ def check(a: Arguments, training: TrainingArguments) -> Workload:
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and a.sequence_length > context:
         raise ValueError(
-            f"--sequence-length {a.sequence_length} does not fit the model's context of {context} "
-            "tokens; choose shorter sequences"
+            f"--sequence-length {a.sequence_length} does not fit in the model's context of "
+            f"{context} tokens; choose shorter sequences"
         )
     with no_warnings():  # refuse a model that cannot be packed before any weight is read
         check_packable(get_metis_model(meta_model(config), MetisConfig(scheme=a.scheme)))
@@ -221,8 +224,8 @@ def run_method(
     if method == "lora":
         if packed is None or not Path(packed).is_dir():
             raise ValueError(
-                f"lora trains beside the packed weights of ptq, exported to {packed}: nothing is "
-                "there now; put it back, or choose another --output_dir"
+                f"lora trains adapters on the packed weights that ptq exported to {packed}, but "
+                "that folder is missing; restore it, or choose another --output_dir"
             )
         base = load_packed(packed, dtype=torch.bfloat16 if training.bf16 else torch.float32)
         adapters = LoraConfig(
@@ -314,7 +317,7 @@ def finetune(a: Arguments, training: TrainingArguments) -> list[Outcome]:
             trained = sum(method != "ptq" for method in parts(a.method))
             print_plan(plan, device=a.device, runs=max(1, trained))
             said = ", ".join(f"{count:,} tokens of {name}" for name, count in measured.items())
-            print(f"{len(train):,} sequences to train on; measured on {said}")
+            print(f"{len(train):,} training sequences; losses are measured on {said}")
         return []
     settings = {"format_version": RESULT_VERSION}
     settings |= {k: v for k, v in asdict(a).items() if k not in FREE}
@@ -337,7 +340,7 @@ def finetune(a: Arguments, training: TrainingArguments) -> list[Outcome]:
             if main and method not in finished and folder.exists() and any(folder.iterdir()):
                 if begun.get(method) != str(folder.resolve()):
                     raise ValueError(
-                        f"{folder} exists already, and {method} would be exported there; remove "
+                        f"{folder} already exists, and {method} would be exported there; remove "
                         "it, or choose another --export"
                     )
                 shutil.rmtree(folder)
@@ -346,7 +349,7 @@ def finetune(a: Arguments, training: TrainingArguments) -> list[Outcome]:
         for method in ("exact", "ptq", *parts(a.compare), *chosen[1:]):
             if (done := finished.get(method)) is not None:
                 where = f", exported to {done.directory}" if done.directory else ""
-                say(f"{method}: finished before{where}")
+                say(f"{method}: already finished{where}")
                 continue
             say(f"{method} ...")
             packed = finished["ptq"].directory if method == "lora" else None

@@ -106,53 +106,76 @@ class RecipeArguments:
     """Arguments of the recipe besides TrainingArguments and those that `parse_arguments` adds."""
 
     data: str | None = field(
-        default=None, metadata={"help": "Directory that recipes/prepare_data.py wrote."}
+        default=None,
+        metadata={"help": "Directory of training data written by recipes/prepare_data.py."},
     )
     scheme: str = field(
-        default="metis", metadata={"help": f"How GEMMs compute: {', '.join(scheme_names())}."}
+        default="metis", metadata={"help": f"Quantization scheme: {', '.join(scheme_names())}."}
     )
-    tokens: float = field(default=100e9, metadata={"help": "Of the run, unless --max_steps is."})
-    sequence_length: int = field(default=1024, metadata={"help": "Tokens per sequence."})
+    tokens: float = field(
+        default=100e9, metadata={"help": "Number of training tokens, unless --max_steps is given."}
+    )
+    sequence_length: int = field(default=1024, metadata={"help": "Sequence length in tokens."})
     global_batch: int = field(
         default=512, metadata={"help": "Sequences per optimizer step, over all processes."}
     )
     eval_sequences: int = field(
-        default=1024, metadata={"help": "Held-out sequences: of DATA/validation, else the last."}
+        default=1024,
+        metadata={
+            "help": "Number of held-out sequences, from DATA/validation or else from the end."
+        },
     )
     health_interval: int = field(
-        default=500, metadata={"help": "Steps between measurements of spectral health; 0: never."}
+        default=500,
+        metadata={
+            "help": "Number of steps between measurements of spectral health; 0 turns them off."
+        },
     )
     resume: bool = field(
-        default=False, metadata={"help": "Go on from the last checkpoint in --output_dir, if any."}
+        default=False,
+        metadata={"help": "Resume from the last checkpoint in --output_dir, if there is one."},
     )
     smoke: bool = field(default=False, metadata={"help": "Train a tiny model on the CPU."})
-    dry_run: bool = field(default=False, metadata={"help": "Print what the run takes, and stop."})
-    world_size: int | None = field(default=None, metadata={"help": "Processes of the dry run."})
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Print the tokens, steps, time and memory of the run, and exit."},
+    )
+    world_size: int | None = field(
+        default=None, metadata={"help": "Number of processes that --dry-run assumes."}
+    )
     device: Literal["h100", "h200", "cpu"] | None = field(
-        default=None, metadata={"help": "Of its times; default: as this machine, or h200."}
+        default=None,
+        metadata={
+            "help": "Device for which --dry-run estimates times; default: this machine, or h200 if "
+            "the run would take this CPU more than a day."
+        },
     )
     json: bool = field(default=False, metadata={"help": "Print the dry run as JSON."})
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.tokens):
-            raise ValueError(f"--tokens {self.tokens}; expected a finite number, as 1e9")
+            raise ValueError(f"--tokens {self.tokens}; expected a finite number, for example 1e9")
         if not self.dry_run and (self.json or self.world_size is not None or self.device):
-            raise ValueError("--json, --world-size and --device are of --dry-run alone; add it")
+            raise ValueError("--json, --world-size and --device apply only to --dry-run; add it")
         if self.data and not self.dry_run:
             read_meta(Path(self.data))  # here, because TrainingArguments may refuse the machine
         elif not (self.smoke or self.dry_run):
-            raise ValueError("no data: give --data DIR, as recipes/prepare_data.py writes it, "
+            raise ValueError("no data: give --data DIR with data from recipes/prepare_data.py, "
                              "or try --smoke")  # fmt: skip
 
 
 def parse_arguments():
     """Parse arguments; the command line overrides --smoke, --config FILE.yaml, the defaults."""
     first = ArgumentParser(add_help=False)
-    first.add_argument("--config", help="YAML file of these arguments; the command line wins.")
-    first.add_argument("--model", type=json.loads, default=MODEL, help="Config, as JSON.")
-    first.add_argument("--metis", type=json.loads, default={}, help="More of MetisConfig: JSON.")
+    first.add_argument(
+        "--config", help="YAML file of these arguments; the command line overrides it."
+    )
+    first.add_argument("--model", type=json.loads, default=MODEL, help="Model config as JSON.")
+    first.add_argument(
+        "--metis", type=json.loads, default={}, help="Further MetisConfig fields as JSON."
+    )
     first.add_argument("--import", nargs="+", default=[], metavar="FILE_OR_MODULE",
-                       help="Python files or modules that register schemes of yours.")  # fmt: skip
+                       help="Python files or modules that register your schemes.")  # fmt: skip
     parser = HfArgumentParser(
         (RecipeArguments, TrainingArguments), description=__doc__, allow_abbrev=False,
         usage="%(prog)s [--argument VALUE ...]", parents=[first],
@@ -177,14 +200,14 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
         import_schemes(source)
     if not isinstance(more.metis, dict) or "scheme" in more.metis:
         raise ValueError(
-            f"--metis {more.metis}; expected a JSON object of MetisConfig's fields but the scheme, "
-            "which is --scheme"
+            f"--metis {more.metis}; expected a JSON object of MetisConfig fields without the "
+            "scheme, which --scheme sets"
         )
     metis = MetisConfig.from_dict({"seed": training.seed, **more.metis, "scheme": recipe.scheme})
     config = AutoConfig.for_model(**more.model | (SMOKE_MODEL if recipe.smoke else {}))
     if length > getattr(config, "max_position_embeddings", length):
         raise ValueError(
-            f"--sequence-length {length} does not fit the model's context of "
+            f"--sequence-length {length} does not fit in the model's context of "
             f"{config.max_position_embeddings} tokens; choose shorter sequences"
         )
     if training.max_steps <= 0:
@@ -208,12 +231,14 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
                 print_plan(plan, device=recipe.device)
         return None
     if training.resume_from_checkpoint:
-        raise ValueError("--resume_from_checkpoint: a run goes on in its own output_dir: --resume")
+        raise ValueError(
+            "--resume_from_checkpoint is not supported; use --resume, which continues in output_dir"
+        )
     if training.gradient_accumulation_steps not in (1, load.accumulation):
         raise ValueError(
             f"gradient_accumulation_steps={training.gradient_accumulation_steps} contradicts "
-            f"global_batch={batch}, which takes {load.accumulation} on {world} processes; leave "
-            "it out"
+            f"global_batch={batch}, which requires {load.accumulation} on {world} processes; "
+            "leave it out"
         )
     training.gradient_accumulation_steps = load.accumulation
 
@@ -223,8 +248,8 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
         held.enter_context(hold_directory(output, "--output_dir"))
     if not recipe.resume and (present := newest_first(output)):
         raise ValueError(
-            f"output_dir {output} has checkpoints ({present[0].name}); go on with --resume, or "
-            "choose another --output_dir"
+            f"output_dir {output} already has checkpoints ({present[0].name}); continue with "
+            "--resume, or choose another --output_dir"
         )
 
     # Data: chunked tokens from recipes/prepare_data.py, or the standard library's text (--smoke).
@@ -233,8 +258,8 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
         data = Path(recipe.data)
         if (own := read_meta(data)["seq_len"]) != length:
             raise ValueError(
-                f"--data {data} holds sequences of {own} tokens, and the run wants {length}; pass "
-                f"--sequence-length {own} or chunk again"
+                f"--data {data} contains sequences of {own} tokens, but the run uses {length}; "
+                f"pass --sequence-length {own} or chunk again"
             )
         train = load_chunked(data, vocab_size=config.vocab_size)
         if (data / "validation" / "meta.json").is_file():
@@ -249,8 +274,8 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
     left = len(train) - (count if held_out is None else 0)
     if count < 1 or left < batch:
         raise ValueError(
-            f"eval_sequences={count} leaves {left} sequences to train on; a step takes {batch}, "
-            "and the evaluation at least one"
+            f"eval_sequences={count} leaves {left} training sequences; a step needs {batch}, and "
+            "the evaluation needs at least one"
         )
     if held_out is None:  # the last sequences
         held_out, train = train.select(range(left, left + count)), train.select(range(left))
@@ -262,8 +287,8 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
     if load.steps * batch > len(train):  # several epochs, each of full batches
         train = train.select(range(len(train) // batch * batch))
         if training.process_index == 0:
-            print(f"Each of {len(train):,} sequences is seen {load.steps * batch / len(train):.1f} "
-                  "times.")  # fmt: skip
+            print(f"Each of the {len(train):,} training sequences is seen "
+                  f"{load.steps * batch / len(train):.1f} times.")  # fmt: skip
 
     # Convert a model with fp32 weights, which are the same on every process.
     set_seed(training.seed)

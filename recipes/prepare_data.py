@@ -54,20 +54,19 @@ def option(help: str, **more):
 
 @dataclass
 class Arguments:
-    out: str = option("Where the shards go; a run that was stopped continues there.")
+    out: str = option("Output directory for the shards; an interrupted run continues there.")
     tokenizer: str = option("Tokenizer of the model to train: a path or a hub name.")
-    dataset: str = option("Its hub name; streamed.", default="mlfoundations/dclm-baseline-1.0")
-    dataset_config: str | None = option("Configuration of the dataset.", default=None)
+    dataset: str = option("Hub name; streamed.", default="mlfoundations/dclm-baseline-1.0")
+    dataset_config: str | None = option("Configuration name of the dataset.", default=None)
     dataset_split: str = option("Split of the dataset.", default="train")
     files: list[str] | None = field(default=None, metadata={"help":
         "Local files instead of --dataset: paths or glob patterns of one kind, .jsonl or .txt (one "
         "document per line or per file; also .gz, .zst, .xz, .bz2) or .parquet."})  # fmt: skip
-    text_column: str = option("Column with the text; not used for .txt.", default="text")
-    sequence_length: int = option("Tokens per sequence.", default=4096)
+    text_column: str = option("Column with the text; ignored for .txt files.", default="text")
+    sequence_length: int = option("Sequence length in tokens.", default=4096)
     max_tokens: int | None = option(
-        "Stop reading when this many tokens have passed the text filters; the perplexity filter "
-        "then removes its share. Default: read everything.", default=None
-    )  # fmt: skip
+        "Stop reading when this many tokens have passed the text filters.", default=None
+    )
     validation_share: float = option("Share of documents, by hash, for validation/.", default=0.005)
     perplexity_filter: bool = option(
         "Drop documents whose perplexity is more than two standard deviations from the mean; "
@@ -76,11 +75,11 @@ class Arguments:
     reference_model: str = option(
         "Causal LM that measures perplexity: a path or a hub name.", default="Qwen/Qwen3-0.6B"
     )
-    perplexity_tokens: int = option("Tokens of a document that are scored.", default=1024)
-    perplexity_batch_size: int = option("Documents per forward pass of the scorer.", default=8)
-    documents_per_part: int = option("Documents that a kill loses at most.", default=10_000)
+    perplexity_tokens: int = option("Scored tokens at the start of a document.", default=1024)
+    perplexity_batch_size: int = option("Documents per forward pass of that model.", default=8)
+    documents_per_part: int = option("Documents that an interrupted run loses.", default=10_000)
     sequences_per_shard: int = option("Sequences per output file.", default=8192)
-    num_proc: int = option("Processes that filter and tokenize.", default=1)
+    num_proc: int = option("Number of processes that filter and tokenize.", default=1)
 
     def __post_init__(self):
         if self.files == []:
@@ -97,8 +96,8 @@ class Arguments:
             raise ValueError(f"validation_share={share}; choose at least 0 and less than 1")
         if "::" in os.path.abspath(self.out):
             raise ValueError(
-                f"out={self.out!r}: datasets takes a path with '::' for a URL, and "
-                "could not load what is written there; choose another --out"
+                f"out={self.out!r}: datasets treats a path with '::' as a URL and could not load "
+                "the output; choose another --out"
             )
 
 
@@ -181,7 +180,8 @@ def check_owner(out: Path, settings: dict) -> None:
     if not path.exists():
         if any(not each.name.startswith((".lock", f"{ARGUMENTS}.tmp")) for each in out.glob("*")):
             raise ValueError(
-                f"{out} is not empty and holds no preparation; choose a new directory as --out"
+                f"{out} is not empty and contains no output of this recipe; choose a new "
+                "directory as --out"
             )
         return
     there, now = flatten(read_json(path)), flatten(settings)
@@ -190,13 +190,13 @@ def check_owner(out: Path, settings: dict) -> None:
         name = key.partition(".")[2] or key
         if key.startswith("contents."):
             if key in there and key in now and there[key] != now[key]:
-                differences.append(f"what lies at {name} has changed")
+                differences.append(f"the contents of {name} have changed")
         elif there.get(key) != now.get(key):
             differences.append(f"{name} was {there.get(key)!r}, now {now.get(key)!r}")
     if differences:
         raise ValueError(
-            f"{out} holds a preparation with other settings: {'; '.join(differences)}. Run it with "
-            "those, delete the directory, or choose another --out"
+            f"{out} contains output from other settings: {'; '.join(differences)}. Run the recipe "
+            "with those settings, delete the directory, or choose another --out"
         )
 
 
@@ -305,10 +305,10 @@ def write(a: Arguments, settings: dict, tokenizer, parts: list[Path], out: Path)
     if (left := int(lengths[kept["train"]].sum())) < a.sequence_length:
         shown = ", ".join(f"{name} {f['dropped']['documents']}" for name, f in filters.items())
         raise ValueError(
-            f"{len(whole)} documents were read and {left} training tokens are left, less than "
-            f"one sequence of sequence_length={a.sequence_length}; documents dropped: {shown}. "
-            f"Give more text, or a smaller sequence_length, and delete {out} or choose another "
-            "--out"
+            f"{len(whole)} documents were read, but only {left} training tokens are left, less "
+            f"than one sequence of sequence_length={a.sequence_length}; documents dropped: "
+            f"{shown}. Give more text, or a smaller sequence_length, and delete {out} or choose "
+            "another --out"
         )
     report = {"read": read, "filters": filters, "train": {}, "validation": {}}
     for split, chosen in kept.items():
@@ -393,7 +393,7 @@ def main() -> None:
     for split in SPLITS:
         count, rows = report[split]["documents"], report[split]["sequences"]
         print(f"{split:<12} {count} documents, {rows} sequences of {a.sequence_length} tokens")
-    print(f"in {a.out}; details in report.json there")
+    print(f"Written to {a.out}; report.json there has the details.")
 
 
 if __name__ == "__main__":

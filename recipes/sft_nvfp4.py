@@ -28,7 +28,7 @@ from metis_hf.shared.messages import one_line_errors
 try:
     from trl import SFTConfig, SFTTrainer
 except ImportError:
-    sys.exit("recipes/sft_nvfp4.py trains with TRL: pip install trl")
+    sys.exit("recipes/sft_nvfp4.py needs TRL; run pip install trl")
 
 SMOKE = {
     "output_dir": "runs/smoke-sft-nvfp4", "export": "runs/smoke-sft-nvfp4/nvfp4", "max_steps": 30,
@@ -39,12 +39,29 @@ SMOKE = {
 
 @dataclass
 class Arguments:
-    model: str = field(default="", metadata={"help": "Directory or hub name of a causal LM."})
-    data: str = field(default="", metadata={"help": "JSON lines as TRL takes them, or a hub name."})
-    export: str = field(default="nvfp4", metadata={"help": "Directory of the packed model."})
-    method: Literal["qad", "qat"] = field(default="qad", metadata={"help": "Four-bit training."})
-    scheme: Literal["w4a4", "w4a16"] = field(default="w4a4", metadata={"help": "What is in FP4."})
-    smoke: bool = field(default=False, metadata={"help": "On a CPU in a minute: all of it, tiny."})
+    model: str = field(
+        default="", metadata={"help": "Causal language model: a directory or a hub name."}
+    )
+    data: str = field(
+        default="",
+        metadata={
+            "help": "Training data: JSON lines that TRL accepts, or the hub name of a dataset."
+        },
+    )
+    export: str = field(
+        default="nvfp4", metadata={"help": "Output directory for the packed model."}
+    )
+    method: Literal["qad", "qat"] = field(
+        default="qad", metadata={"help": "Training method in four bits."}
+    )
+    scheme: Literal["w4a4", "w4a16"] = field(
+        default="w4a4",
+        metadata={"help": "Scheme to deploy: w4a4, or w4a16, which quantizes only the weights."},
+    )
+    smoke: bool = field(
+        default=False,
+        metadata={"help": "Run all steps on the CPU in a minute, with a tiny model and text."},
+    )
 
 
 class QatTrainer(MetisTrainerMixin, SFTTrainer):
@@ -105,7 +122,7 @@ def main() -> None:
         print("\nNats per token on held-out documents:")
         for name, loss in losses.items():
             print(f"  {name:18} {loss:.4f}")
-        print(f"\nServe it:\n{report.serving}")
+        print(f"\nTo serve it:\n{report.serving}")
 
 
 if __name__ == "__main__":

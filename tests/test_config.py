@@ -133,8 +133,8 @@ def test_what_is_no_config():
 
 REFUSED = [
     ({"rank_fraction": 0.1}, "in a Metis config; did you mean 'rank_frac'?"),
-    ({"format_version": 99}, "this config has format_version 99, the installed"),
-    ({"quant_method": "gptq"}, "quant_method='gptq' is no Metis config"),
+    ({"format_version": 99}, "this config has format_version 99, but the installed"),
+    ({"quant_method": "gptq"}, "quant_method='gptq'; expected 'metis'"),
     ({"rank_frac": 1.5}, "rank_frac=1.5; expected a share"),
     ({"gradient_rank_frac": 1.01}, "gradient_rank_frac=1.01; expected None or a share"),
     ({"decompose": ("weights",)}, "decompose=('weights',); expected None or a list of any"),
@@ -160,7 +160,7 @@ REFUSED = [
     ({"scheme_pattern": {r"(a)\1": "bf16"}}, "RE2, which matches in linear"),
     (
         {"modules_to_not_convert": [f"(a+){n}" + "b" * 500 for n in range(20)]},
-        "regular expressions have more than 10,000 characters in all",
+        "regular expressions have more than 10,000 characters in total",
     ),
 ]  # fmt: skip
 

@@ -150,8 +150,9 @@ def open_data(data: Path, context: Context) -> Comparison:
     tokens = load_tokens(data, vocab_size=config["vocab_size"])
     if tokens.shape[1] > config["n_positions"]:
         raise ValueError(
-            f"{data} has sequences of {tokens.shape[1]} tokens, and the model's context is "
-            f"{config['n_positions']}; prepare the data with as long a --sequence-length"
+            f"{data} has sequences of {tokens.shape[1]} tokens, but the model's context is "
+            f"{config['n_positions']} tokens; prepare the data with --sequence-length no larger "
+            "than that"
         )
     if (data / "validation" / META).is_file():
         held_out = load_tokens(data / "validation", vocab_size=config["vocab_size"])
@@ -225,7 +226,7 @@ def run_scheme(comparison: Comparison, scheme: str, planned: Row) -> Row:
     trained = comparison.train(scheme, steps, planned["device_batch"], run)
     if steps_of(trained) < steps:
         done = f"{steps_of(trained)} of {steps} steps are done"
-        raise OutOfTime(f"{done}; it goes on from its checkpoint")
+        raise OutOfTime(f"{done}; the next call continues from its checkpoint")
     loss = trained.trainer.evaluate(comparison.held_out)["eval_loss"]
     every = max(1, len(trained.history) // _CURVE)
     shutil.rmtree(run, ignore_errors=True)

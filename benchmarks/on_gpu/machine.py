@@ -47,7 +47,7 @@ def packages() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             there = importlib.util.find_spec(name) is not None
-            found[name] = "there, of no known version" if there else "not installed"
+            found[name] = "installed, version not known" if there else "not installed"
     return found
 
 
@@ -58,7 +58,7 @@ def driver() -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return "not known: nvidia-smi did not answer"
-    return done.stdout.split("\n")[0].strip() or "not known: nvidia-smi said nothing"
+    return done.stdout.split("\n")[0].strip() or "not known: nvidia-smi printed nothing"
 
 
 def commit(root: Path) -> str | None:

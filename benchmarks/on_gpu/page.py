@@ -96,7 +96,10 @@ def _not_measured(entry: Entry) -> str:
         if entry.state != SKIPPED and "reason" in item:
             found.append(f"- {key}: {item['reason']}")
     if entry.outdated:
-        found.append(f"- anew, older results stay until then: {'; '.join(entry.outdated)}")
+        found.append(
+            "- to be measured again, with the older results kept until then: "
+            f"{'; '.join(entry.outdated)}"
+        )
     return "\nNot measured:\n\n" + "\n".join(found) + "\n" if found else ""
 
 

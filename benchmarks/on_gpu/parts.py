@@ -116,7 +116,7 @@ def _steps(name: str, shapes: Sequence[Any], context: Context) -> Row:
 
 def fidelity(context: Context) -> Iterator[Item]:
     if context.model is None or context.text is None:
-        raise Skipped("no model was given: --model DIR --text FILE")
+        raise Skipped("no model was given; pass --model DIR --text FILE")
     for scheme in FIDELITY_SCHEMES[: 1 if context.quick else None]:
         yield Item(scheme, partial(_fidelity, scheme, context))
 
@@ -175,8 +175,8 @@ def native_obstacle(device: torch.device) -> str | None:
     if capability not in FP4_CAPABILITIES:
         needed = ", ".join(f"{major}.{minor}" for major, minor in FP4_CAPABILITIES)
         return (
-            f"this GPU has no FP4 units: its compute capability is {capability[0]}.{capability[1]}"
-            f", and they are in {needed}"
+            "this GPU has no FP4 units: its compute capability is "
+            f"{capability[0]}.{capability[1]}, and FP4 units need {needed}"
         )
     from metis_hf.numerics.native import obstacle_of_device
 

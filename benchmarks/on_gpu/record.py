@@ -150,8 +150,8 @@ class Record:
         for key in identity:
             if there["machine"].get(key) != self.machine.get(key):
                 raise ValueError(
-                    f"{path} has results with {key} {there['machine'].get(key)!r}, and this "
-                    f"is {self.machine.get(key)!r}; choose another --name, or delete the file"
+                    f"{path} has results with {key} {there['machine'].get(key)!r}, but this call "
+                    f"has {self.machine.get(key)!r}; choose another --name, or delete the file"
                 )
         self.parts = {name: Entry(**entry) for name, entry in there["parts"].items()}
         self.calls = there["calls"]
@@ -170,8 +170,8 @@ class Record:
         entry = self.part(name)
         if options is not None and entry.items and entry.options != options:
             raise ValueError(
-                f"{self.path} has results of {name} with {_options_text(entry.options)}, and this "
-                f"call has {_options_text(options)}; add --again to replace them, or choose "
+                f"{self.path} has results of {name} with {_options_text(entry.options)}, but "
+                f"this call has {_options_text(options)}; add --again to replace them, or choose "
                 "another --name"
             )
 
@@ -197,7 +197,7 @@ def _read(path: Path) -> Row:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no whole record ({error}); delete it") from None
+        raise ValueError(f"{path} is not a complete record ({error}); delete it") from None
 
 
 def _began(there: Row) -> str:
@@ -253,7 +253,7 @@ def run_part(
                 stopped, entry.reason = True, f"{item.key}: {error}"
                 if isinstance(error, CutOff) and not clock.measured:
                     minutes = f"{clock.seconds / 60:g} minutes"
-                    entry.errors[item.key] = f"{error}; it needs a call of more than {minutes}"
+                    entry.errors[item.key] = f"{error}; it needs more than {minutes} in one call"
                     say(f"{name}: {item.key}: FAILED: {entry.errors[item.key]}")
                 break
             finally:

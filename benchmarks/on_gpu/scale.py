@@ -124,8 +124,8 @@ def open_text(text: Path | None, data: Path | None, quick: bool, work: Path) -> 
         streams = _tokenized(text, vocabulary, quick, work)
     size = size_of("30m", quick)
     for found, needed, what in (
-        (streams.train, size.tokens, f"training tokens, and {size.steps} steps need"),
-        (streams.held_out, size.sequence_length, "held-out tokens, and a sequence needs"),
+        (streams.train, size.tokens, f"training tokens, but {size.steps} steps need"),
+        (streams.held_out, size.sequence_length, "held-out tokens, but a sequence needs"),
     ):
         if len(found) < needed:
             raise ValueError(
@@ -157,7 +157,7 @@ def _tokenized(text: Path | None, vocabulary: int, quick: bool, work: Path) -> S
 
 def scale(context: Context) -> Iterator[Item]:
     if context.tokens is None:
-        raise Skipped("no text was given: --text DIR; or --parts scale with --data DIR")
+        raise Skipped("no text was given; pass --text DIR, or --parts scale with --data DIR")
     transformers.utils.logging.disable_progress_bar()
     entry = context.entry("scale")
     late = []
@@ -207,7 +207,7 @@ def measure(unit: Unit, context: Context, text: Text) -> Row:
     size = size_of(unit.preset, context.quick)
     if len(text.streams.train) < size.tokens:
         have, need = len(text.streams.train), size.tokens
-        return {"reason": f"{text.name} has {have:,} training tokens, and it needs {need:,}"}
+        return {"reason": f"{text.name} has {have:,} training tokens, but this run needs {need:,}"}
     rows = [row for _, row in _rows(context.entry("scale"), unit.preset)]
     batch = min((row["device_batch"] for row in rows), default=size.global_batch)
     run = _run(unit, context)
@@ -254,7 +254,9 @@ def train_unit(
         callbacks=[StopInTime(context.clock)],
     )
     if (done := steps_of(trained)) < size.steps:
-        raise OutOfTime(f"{done} of {size.steps} steps are done; it goes on from its checkpoint")
+        raise OutOfTime(
+            f"{done} of {size.steps} steps are done; the next call continues from its checkpoint"
+        )
     code = {"sha256": numerics_digest(), "commit": machine.commit(ROOT)}
     held_out = Sequences(held_out[: size.eval_sequences])
     result = held_out_result(trained, unit.variant, unit.seed, held_out, code)

@@ -167,7 +167,9 @@ def main() -> None:
     """Train the runs that are not on record yet."""
     parser = argparse.ArgumentParser(description="Train the authors' layer in this protocol.")
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--like", type=Path, required=True, help="a run of metis-hf compare")
+    parser.add_argument(
+        "--like", type=Path, required=True, help="directory of a finished run of metis-hf compare"
+    )
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
     asked = parser.parse_args()
     layer, spec = authors_module(asked.checkout), read_json(asked.like / "run.json")

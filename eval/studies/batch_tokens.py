@@ -94,8 +94,8 @@ def _cell(draws: list[float], spec: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="directory or hub name")
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file")
+    parser.add_argument("model", help="causal language model: a directory or a hub name")
+    parser.add_argument("--text", type=Path, required=True, help="held-out text, a UTF-8 file")
     args = parser.parse_args()
     found = measure(args.model, args.text)
     OUT.mkdir(parents=True, exist_ok=True)

@@ -113,7 +113,9 @@ def compared(record: dict[str, Any], names: dict[str, tuple[str, ...]]) -> list[
     for method, variants in names.items():
         for name in variants:
             if name not in summaries:
-                raise ValueError(f"no variant {name!r} on record; it has {', '.join(summaries)}")
+                raise ValueError(
+                    f"the record has no variant {name!r}; it has {', '.join(summaries)}"
+                )
             summary = summaries[name]
             gap, seeds = summary["gap"], len(summary["losses"])
             run = (

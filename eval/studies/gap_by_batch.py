@@ -49,7 +49,7 @@ def table(records: list[dict[str, Any]]) -> str:
         # Tokens may differ by part of a step, because only full steps are trained.
         differ = max(tokens) - min(tokens) > tokens_of_step(of_width[-1])
         if differ or any(each != alike[0] for each in alike):
-            raise ValueError(f"{OUT}: records of other tokens, another model or learning rate")
+            raise ValueError(f"{OUT}: the records differ in tokens, model or learning rate")
     names = [s["name"] for s in records[0]["summaries"] if s["name"] != CONTROL]
     rows = []
     for record in records:

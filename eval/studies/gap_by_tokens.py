@@ -95,7 +95,9 @@ def read() -> list[Length]:
         found.append(Length(record["tokens"], parameters, losses, dense, divergence))
     seeds = set.intersection(*(set(length.losses[CONTROL]) for length in found))
     if not seeds:
-        raise ValueError(f"no seed of {CONTROL} is in all of {', '.join(RECORDS)}; train one")
+        raise ValueError(
+            f"no seed of {CONTROL} is in all of the records {', '.join(RECORDS)}; train one"
+        )
     alike = [
         replace(x, losses=_of_seeds(x.losses, seeds), dense=_of_seeds(x.dense, seeds))
         for x in found
@@ -124,8 +126,8 @@ def worth(loss: float, control: Mapping[int, float]) -> float:
         if not control[more] < control[fewer]:
             raise ValueError(
                 f"{CONTROL} has a loss of {control[fewer]:.4f} with {fewer:,} tokens and of "
-                f"{control[more]:.4f} with {more:,}; without a fall a gap is worth none, so "
-                "leave one of these records out of RECORDS"
+                f"{control[more]:.4f} with {more:,}; a gap has no worth in tokens unless the loss "
+                "falls, so leave one of these records out of RECORDS"
             )
     # The segment around the loss; beyond the ends, extrapolate the first or last segment.
     index = sum(control[count] >= loss for count in tokens)

@@ -111,8 +111,8 @@ def fit(points: Sequence[Point], form: str = "power", series: Sequence[str] = ()
     """
     if low := next((point for point in points if not point.gap > 0), None):
         raise ValueError(
-            f"no log of a gap of {low.gap:.3f} % ({low.scheme} of {low.source}); give it a line in "
-            "LEFT_OUT of gap_law.py, with the reason"
+            f"a gap of {low.gap:.3f} % ({low.scheme} of {low.source}) has no logarithm; add it to "
+            "LEFT_OUT in gap_law.py, with the reason"
         )
     columns, logs = design(points, form, series), np.log([point.gap for point in points])
     if not series:

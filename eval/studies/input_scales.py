@@ -95,9 +95,16 @@ def measure(model: PreTrainedModel, ids: Tensor, held_out: Tensor) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="a directory or a name on the hub")
-    parser.add_argument("texts", nargs=2, type=Path, help="UTF-8: to calibrate on, and held out")
-    parser.add_argument("--sequences", type=int, default=24, help=f"of {LENGTH} tokens, of each")
+    parser.add_argument("model", help="causal language model: a directory or a hub name")
+    parser.add_argument(
+        "texts", nargs=2, type=Path, help="UTF-8 files: the calibration text and the held-out text"
+    )
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=24,
+        help=f"number of sequences of {LENGTH} tokens from each text",
+    )
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = [first_sequences(text, tokenizer, LENGTH, args.sequences) for text in args.texts]

@@ -112,8 +112,8 @@ def write(source: Path, target: Path, characters: int | None = None) -> int:
         lines.append(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
     if used and not lines:
         raise ValueError(
-            f"the first conversation of {source} has {used:,} characters, and at most "
-            f"{characters:,} are asked for; raise --characters"
+            f"the first conversation of {source} has {used:,} characters, more than --characters "
+            f"{characters:,}; raise --characters"
         )
     if not lines:
         raise ValueError(
@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--characters", type=int, help="at most so many in all")
+    parser.add_argument("--characters", type=int, help="maximum number of characters in total")
     args = parser.parse_args()
     print(f"{write(args.source, args.target, args.characters):,} conversations in {args.target}")
 

@@ -322,7 +322,9 @@ def with_tables(page: str, record: dict[str, Any]) -> str:
     """
     asked, marked = set(record["studies"]), set(re.findall("<!-- study: (.*?) -->", page))
     if asked != marked:
-        raise ValueError(f"questions of the study and marks of the page differ: {asked ^ marked}")
+        raise ValueError(
+            f"the questions of the study differ from the marks on the page: {asked ^ marked}"
+        )
     for question, variants in record["studies"].items():
         page = page_with(f"study: {question}", table(variants), page)
     return page
@@ -330,8 +332,10 @@ def with_tables(page: str, record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="a trained bf16 checkpoint")
-    parser.add_argument("--data", type=Path, required=True, help="chunked held-out tokens")
+    parser.add_argument("--model", type=Path, required=True, help="trained bf16 checkpoint")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="directory of chunked held-out tokens"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "operand-study.json")
     args = parser.parse_args()
     record = study(args.model, args.data, args.out)

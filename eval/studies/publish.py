@@ -53,7 +53,9 @@ def page_with(marker: str, table: str, page: str) -> str:
     marked = re.compile(rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)", re.DOTALL)
     text, count = marked.subn(lambda match: f"{match[1]}{table}{match[2]}", page)
     if count != 1:
-        raise ValueError(f"{count} places '<!-- {marker} -->' ... '<!-- end -->', expected one")
+        raise ValueError(
+            f"found {count} places with '<!-- {marker} -->' ... '<!-- end -->'; expected one"
+        )
     return text
 
 
@@ -96,17 +98,17 @@ def add_runs(run: Path, name: str) -> None:
     compared = [(key, there, plans[1].get(key)) for key, there in plans[0].items()]
     for what, there, now in (*compared, ("variants", known, more["variants"])):
         if there != now:
-            raise ValueError(f"{run} is of other {what} than {name}: {now}, not {there}")
+            raise ValueError(f"{run} and {name} differ in {what}: {now}, not {there}")
     weights, own = record.get("weights"), _weights(run, more["plan"])
     if weights and own and weights != own:
-        raise ValueError(f"{run} began from other weights than {name}")
+        raise ValueError(f"{run} started from other weights than {name}")
     present = {(each["scheme"], each["seed"]): each for each in record["runs"]}
     offered = {(each["scheme"], each["seed"]): each for each in more["runs"]}
     for (scheme, seed), on_record in present.items():
         if offered.get((scheme, seed), on_record) != on_record:
-            raise ValueError(f"{name} has another run of {scheme}, seed {seed}")
+            raise ValueError(f"{name} already has a different run of {scheme}, seed {seed}")
     if not offered.keys() - present.keys():
-        raise ValueError(f"{name} has all runs of {run} already")
+        raise ValueError(f"{name} already has all runs of {run}")
     record["variants"] |= more["variants"]
     record["seeds"] = list(dict.fromkeys(record["seeds"] + more["seeds"]))
     record["runs"] = list((present | offered).values())
@@ -294,24 +296,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
     compare = kinds.add_parser("compare")
-    compare.add_argument("--run", type=Path, help="directory of metis-hf compare")
+    compare.add_argument("--run", type=Path, help="output directory of metis-hf compare")
     compare.add_argument(
-        "--name", required=True, help="of the record and the directory below eval/results"
+        "--name", required=True, help="name of the record and of the directory below eval/results"
     )
-    compare.add_argument("--add", action="store_true", help="to the runs that the record has")
+    compare.add_argument("--add", action="store_true", help="add the runs to the existing record")
     fidelity = kinds.add_parser("fidelity")
-    fidelity.add_argument("--run", type=Path, help="directory of metis-hf fidelity")
-    fidelity.add_argument("--name", required=True, help="of the directory below eval/results")
+    fidelity.add_argument("--run", type=Path, help="output directory of metis-hf fidelity")
+    fidelity.add_argument("--name", required=True, help="name of the directory below eval/results")
     finetune = kinds.add_parser("finetune")
-    finetune.add_argument("--run", type=Path, nargs="+", help="its output_dir, one for each seed")
-    finetune.add_argument("--name", required=True, help="of the directory below eval/results")
+    finetune.add_argument(
+        "--run", type=Path, nargs="+", help="output_dir of recipes/finetune_nvfp4.py, one per seed"
+    )
+    finetune.add_argument("--name", required=True, help="name of the directory below eval/results")
     evaluation = kinds.add_parser("eval")
-    evaluation.add_argument("--run", type=Path, required=True, help="the --out of metis-hf eval")
-    evaluation.add_argument("--name", required=True, help="of the directory below eval/results")
+    evaluation.add_argument(
+        "--run", type=Path, required=True, help="output directory of metis-hf eval"
+    )
+    evaluation.add_argument(
+        "--name", required=True, help="name of the directory below eval/results"
+    )
     args = parser.parse_args()
     if args.kind == "compare" and args.add:
         if args.run is None:
-            parser.error("--add takes runs from --run DIR")
+            parser.error("--add needs --run DIR, which has the runs to add")
         add_runs(args.run, args.name)
     elif args.run is None:
         draw = {"compare": draw_compare, "fidelity": draw_fidelity, "finetune": draw_finetune}

@@ -85,8 +85,8 @@ def kept(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     differing = [key for key, value in asked.items() if found and found.get(key) != value]
     if differing:
         raise SystemExit(
-            f"{out} has results of other {', '.join(differing)}, which would be lost; choose "
-            "another --out"
+            f"{out} contains results with other {', '.join(differing)}, which would be lost; "
+            "choose another --out"
         )
     return found
 

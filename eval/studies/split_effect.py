@@ -34,7 +34,9 @@ def table(dense: dict[str, Any], split: dict[str, Any]) -> str:
     """
     plans = dense["plan"], split["plan"]
     if differing := [key for key, value in plans[0].items() if value != plans[1].get(key)]:
-        raise ValueError(f"the comparisons differ in {', '.join(differing)}; train both alike")
+        raise ValueError(
+            f"the comparisons differ in {', '.join(differing)}; train both with the same settings"
+        )
     plain, stored = _losses(dense), _losses(split)
     for control in CONTROLS:
         stored.setdefault(control, plain[control])

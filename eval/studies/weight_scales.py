@@ -103,9 +103,11 @@ def table(rows: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a directory or a name on the hub")
-    parser.add_argument("text", type=Path, help="a UTF-8 file")
-    parser.add_argument("--sequences", type=int, default=48, help=f"of {LENGTH} tokens")
+    parser.add_argument("model", help="causal language model: a directory or a hub name")
+    parser.add_argument("text", type=Path, help="text to measure the loss on, a UTF-8 file")
+    parser.add_argument(
+        "--sequences", type=int, default=48, help=f"number of sequences of {LENGTH} tokens"
+    )
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = tokenizer(args.text.read_text(), return_tensors="pt", verbose=False)["input_ids"][0]

@@ -30,100 +30,115 @@ def compare(
     preset: Annotated[
         Preset | None,
         typer.Option(
-            help="Default: main, unless schemes or variants are named. docs/compare.md says what "
-            "they train."
+            help="Preset to train; default: main, unless schemes or variants are named. "
+            "docs/compare.md describes the presets."
         ),
     ] = None,
     schemes: Annotated[
         str | None,
-        typer.Option(help="Comma-separated, or all; `metis-hf schemes --all` lists them."),
+        typer.Option(help="Comma-separated schemes, or all; `metis-hf schemes --all` lists them."),
     ] = None,
     reference: Annotated[
         str | None,
         typer.Option(
-            help="Variant that the others are compared with beside the control; default: metis, "
-            "if it takes part."
+            help="Variant to compare the others with, in addition to the control; default: metis, "
+            "if it is among them."
         ),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(help="Comma-separated; default 0,1,2, or 0 with quartet2-30m.")
+        str | None,
+        typer.Option(help="Comma-separated seeds; default: 0,1,2, or 0 with quartet2-30m."),
     ] = None,
-    size: Annotated[Size | None, typer.Option(help="Default: tiny, or the preset's.")] = None,
+    size: Annotated[
+        Size | None, typer.Option(help="Model size; default: tiny, or the preset's size.")
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Checkpoint directory of transformers that every run starts from, instead of a "
-            "--size; --data has to be of its tokenizer."
+            help="Directory of a transformers checkpoint from which every run starts, instead of a "
+            "--size; --data must use its tokenizer."
         ),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            help="YAML with these options and more; see docs/compare.md.", callback=_yaml_file
+            help="YAML file with these options and more; see docs/compare.md.", callback=_yaml_file
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A folder of .txt or .txt.xz files, or chunked tokens; default at size tiny: the "
-            "standard library's sources."
+            help="Folder of .txt or .txt.xz files, or of chunked tokens; default for size tiny: "
+            "the source code of Python's standard library."
         ),
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(help="Chunked held-out tokens; default: the ones in --data.")
+        Path | None,
+        typer.Option(
+            help="Folder of chunked held-out tokens; default: the held-out tokens in --data."
+        ),
     ] = None,
-    tokens: Annotated[float | None, typer.Option(help="Training tokens of each run.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Number of training tokens per run.")] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="lm-eval tasks for every trained model, comma-separated.")
+        str | None,
+        typer.Option(help="Comma-separated lm-eval tasks to evaluate each trained model on."),
     ] = None,
-    tasks_dir: Annotated[Path | None, typer.Option(help="Local data of these tasks.")] = None,
+    tasks_dir: Annotated[
+        Path | None, typer.Option(help="Directory with local data for these tasks.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory; default runs/compare-<preset>-<size or model>.")
+        Path | None,
+        typer.Option(help="Output directory; default: runs/compare-<preset>-<size or model>."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Runs side by side; default: one per device or CPU core.")
+        int | None,
+        typer.Option(help="Number of runs in parallel; default: one per device or CPU core."),
     ] = None,
     launcher: Annotated[
-        str, typer.Option(help="Starts a run on several devices: 'accelerate launch ...'.")
+        str,
+        typer.Option(
+            help="Command that starts a run on several devices, for example "
+            "'accelerate launch ...'."
+        ),
     ] = "",
     task: Annotated[
         str | None,
         typer.Option(
             metavar="K/N",
-            help="Train the K-th of N shares of the runs, K from 1; N processes, on as many "
-            "machines, may work in one directory. On Slurm: "
-            "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT of --array=1-N.",
+            help="Train only the K-th of N shares of the runs, with K from 1 to N. N processes on "
+            "up to N machines can share one directory. On Slurm, use "
+            "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT with --array=1-N.",
         ),
     ] = None,
     times: Annotated[
         bool,
         typer.Option(
             "--times",
-            help="Afterwards time a step of every variant side by side in this process, and show "
-            "these times rather than the runs' own. All models are in memory at once.",
+            help="After training, time a step of every variant side by side in this process, and "
+            "show these times instead of the runs' own. All models are in memory at once.",
         ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the runs, how long they take, in how much memory, and what is published "
-            "of them; train nothing.",
+            help="Print the runs with their estimated time and memory and any published results; "
+            "train nothing.",
         ),
     ] = False,
     device: Annotated[
         Literal["h100", "h200", "cpu"] | None,
         typer.Option(
-            help="Of the times that --dry-run says; default: as this machine, but h200 for what "
-            "its CPU takes more than a day for."
+            help="Device for which --dry-run estimates times; default: this machine, or h200 if "
+            "the runs would take this CPU more than a day."
         ),
     ] = None,
     imports: Imports = None,
 ) -> None:
-    """Train several schemes alike and compare them with error bars.
+    """Train several schemes and compare them with error bars.
 
-    All schemes train with the same seeds and data. If interrupted, run the same command again:
-    finished runs are kept, others resume. You can add schemes or seeds to a directory later.
+    All schemes train with the same seeds and data. If interrupted, run the same command again: it
+    keeps finished runs and resumes the others. You can add schemes or seeds to a directory later.
     """
     from metis_hf.lab.compare.command import compare_schemes
     from metis_hf.lab.compare.options import given_values
@@ -176,11 +191,13 @@ def _share(text: str | None) -> tuple[int, int] | None:
         return None
     number, slash, count = text.partition("/")
     if not slash or not number.isdecimal() or not count.isdecimal():
-        raise ValueError(f"--task {text}: expected K/N, the K-th of N shares, as in 1/3")
+        raise ValueError(
+            f"--task {text}: expected K/N, for example 1/3 for the first of three shares"
+        )
     if not 1 <= int(number) <= int(count):
         raise ValueError(
-            f"--task {text}; expected K/N with K from 1 to N, as in "
-            "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT of --array=1-N"
+            f"--task {text}; expected K/N with K from 1 to N; on Slurm, use "
+            "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT with --array=1-N"
         )
     return int(number), int(count)
 
@@ -190,4 +207,6 @@ def _seeds(text: str | None) -> list[int] | None:
     try:
         return None if parts is None else [int(part) for part in parts]
     except ValueError:
-        raise ValueError(f"--seeds {text}: expected whole numbers, as in 0,1,2") from None
+        raise ValueError(
+            f"--seeds {text}: expected whole numbers separated by commas, for example 0,1,2"
+        ) from None

@@ -17,22 +17,22 @@ QUICK_TIME = "a minute or two"
 def demo(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per scheme.")] = None,
     schemes: Annotated[
-        str, typer.Option(help="Comma-separated; `metis-hf schemes --all` lists them.")
+        str, typer.Option(help="Comma-separated schemes; `metis-hf schemes --all` lists them.")
     ] = "bf16,nvfp4,nvidia,metis-paper,metis",
     out: Annotated[
         Path | None,
-        typer.Option(help="Where everything is written; default runs/demo, or runs/quick."),
+        typer.Option(help="Output directory; default: runs/demo, or runs/quick with --quick."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for data, weights and noise.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help=f"The mechanics only: {QUICK_TIME}.")
+        bool, typer.Option("--quick", help=f"Only check that everything works, in {QUICK_TIME}.")
     ] = False,
     imports: Imports = None,
 ) -> None:
     """Train a small Llama in FP4 four ways and print the comparison.
 
-    Needs no download and no GPU. If interrupted, run it again to resume. A short form of
-    `metis-hf compare --preset demo`.
+    Needs no download and no GPU. If interrupted, run the same command again to resume. This is a
+    short form of `metis-hf compare --preset demo`.
     """
     options: dict[str, Any] = {"size": "demo", "seeds": [seed], "schemes": split_names(schemes)}
     if quick:

@@ -17,72 +17,87 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Checkpoints, runs that hold model/ or checkpoint-<step>, or names of the hub.",
+            help="Checkpoint, run directory with model/ or checkpoint-<step>, or hub name.",
         ),
     ],
     scheme: Annotated[
         str | None,
-        typer.Option(help="Comma-separated; dense models are converted to each before they run."),
+        typer.Option(help="Comma-separated schemes to convert dense models to, one row each."),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="JSON of a MetisConfig, or a checkpoint's config.json, for --scheme."),
+        typer.Option(
+            help="JSON file of a MetisConfig, or a checkpoint's config.json, for --scheme."
+        ),
     ] = None,
     tasks: Annotated[
-        str, typer.Option(help="Comma-separated lm-eval tasks; 'none' for the loss alone.")
+        str, typer.Option(help="Comma-separated lm-eval tasks, or 'none' to measure only the loss.")
     ] = DEFAULT_TASKS,
     tasks_dir: Annotated[
         Path | None,
-        typer.Option(help="Local data, <task>.jsonl each; no network is used."),
+        typer.Option(
+            help="Directory with a <task>.jsonl file for each task; the network is not used."
+        ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Held-out text, or JSON lines with a text field.")
+        Path | None,
+        typer.Option(
+            help="Held-out text to measure the loss on: plain, or JSON lines with a text field."
+        ),
     ] = None,
     precision: Annotated[
         Literal["scheme", "dense", "both"],
-        typer.Option(help="As trained or converted, in dense weights, or both: two rows."),
+        typer.Option(
+            help="Evaluate as trained or converted, with dense weights, or both in two rows."
+        ),
     ] = "scheme",
     batch: Annotated[
-        str, typer.Option(help="Sequences per forward pass, the same for all; or auto.")
+        str, typer.Option(help="Batch size in sequences, the same for all models, or auto.")
     ] = "auto",
     limit: Annotated[
         list[str] | None,
-        typer.Option(help="Only the first items of each task, or <task>=<items>; repeatable."),
+        typer.Option(
+            help="Evaluate only this many items of each task, or <task>=<items>; repeatable."
+        ),
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="acc, acc_norm, default, or <task>=<metric>; repeatable."),
+        typer.Option(
+            help="Metric to show: acc, acc_norm, default, or <task>=<metric>; repeatable."
+        ),
     ] = None,
     control: Annotated[
         str | None,
-        typer.Option(help="Row or model that differences are taken to; default: bf16, dense."),
+        typer.Option(
+            help="Row or model to compare the others with; default: the first in bf16, else dense."
+        ),
     ] = None,
     paper: Annotated[
         Literal["gpt2-130m", "gpt2-1b1", "llama3-8b"] | None,
-        typer.Option(help="Adds the published rows of a model."),
+        typer.Option(help="Model whose published results are added to the table."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="For example cuda:1 or cpu.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device, for example cuda:1 or cpu.")] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Of the weights; auto: as saved."),
+        typer.Option(help="Dtype of the weights; auto keeps the saved dtype."),
     ] = "auto",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory of a tokenizer, for checkpoints without.")
+        Path | None, typer.Option(help="Directory of a tokenizer, for checkpoints that have none.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where results and tables are written.")] = Path(
+    out: Annotated[Path, typer.Option(help="Directory for results and tables.")] = Path(
         "runs/eval"
     ),
     format: Annotated[
-        str, typer.Option(help="Files besides the result JSON: md, tex, csv.")
+        str, typer.Option(help="Comma-separated table formats, in addition to the result JSON.")
     ] = "md,tex,csv",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Evaluate again what is finished.")
+        bool, typer.Option("--overwrite", help="Repeat evaluations that are already finished.")
     ] = False,
     imports: Imports = None,
 ) -> None:
     """Evaluate models on the paper's seven tasks, and print one table.
 
-    Finished results with the same weights, data and settings are reused and listed.
+    Reuses and lists finished results with the same weights, data and settings.
     """
     size = _batch_size(batch)
     import_sources(imports)

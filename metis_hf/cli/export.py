@@ -18,72 +18,86 @@ if TYPE_CHECKING:
 def export(
     checkpoint: Annotated[
         str,
-        typer.Argument(help="Directory of a Metis checkpoint; to quantize it, also a dense model."),
+        typer.Argument(
+            help="Directory of a Metis checkpoint or, with --calibrate or --scheme, a dense model."
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    out: Annotated[Path, typer.Option(help="Output directory.")],
     format: Annotated[
-        Literal["dense", "compressed-tensors", "modelopt"], typer.Option(help="What is written.")
+        Literal["dense", "compressed-tensors", "modelopt"],
+        typer.Option(help="Format of the export."),
     ] = "dense",
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"], typer.Option(help="Of unpacked tensors.")
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of unpacked tensors.")
     ] = "bfloat16",
     low_rank: Annotated[
-        Literal["fold", "side-file"], typer.Option(help="Low-rank part of split weights.")
+        Literal["fold", "side-file"],
+        typer.Option(
+            help="Fold the low-rank part of split weights into the packed weights, or write it to "
+            "a side file."
+        ),
     ] = "fold",
     share_scales: Annotated[
         bool,
         typer.Option(
             "--share-scales/--own-scales",
-            help="One tensor scale for layers that engines run as one, or as trained.",
+            help="Use one tensor scale for layers that inference engines fuse, or one scale per "
+            "layer as in training.",
         ),
     ] = True,
     calibrate: Annotated[
         Path | None,
         typer.Option(
             metavar="TEXT",
-            help="Quantize the model: text or .jsonl that the scales of inputs are found on.",
+            help="Quantize the model, and calibrate the input scales on this text or .jsonl file.",
             callback=utf8_file,
         ),
     ] = None,
     scheme: Annotated[
         Literal["w4a4", "w4a16"] | None,
-        typer.Option(help="What it is quantized to.", show_default="w4a4"),
+        typer.Option(help="Scheme to quantize the model to.", show_default="w4a4"),
     ] = None,
     calibration_sequences: Annotated[
-        int | None, typer.Option(help="Sequences of that text, at most.", show_default="128")
+        int | None,
+        typer.Option(help="Maximum number of calibration sequences.", show_default="128"),
     ] = None,
     calibration_length: Annotated[
-        int | None, typer.Option(help="Tokens of each.", show_default="512")
+        int | None,
+        typer.Option(help="Length of a calibration sequence in tokens.", show_default="512"),
     ] = None,
     calibration_method: Annotated[
         Literal["mse", "amax", "percentile"] | None,
-        typer.Option(help="How the scales are chosen.", show_default="mse"),
+        typer.Option(help="Method for choosing the input scales.", show_default="mse"),
     ] = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
             metavar="MODULE",
-            help="A module that is not quantized, by name or regular expression; repeatable.",
+            help="Module to leave unquantized, by name or regular expression; repeatable.",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help='For calibration, as "cuda".', show_default="a GPU if there is one"),
+        typer.Option(
+            help="Device for calibration, for example cuda.", show_default="a GPU if available"
+        ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Held-out text or .jsonl to measure the loss on.", callback=utf8_file),
+        typer.Option(
+            help="Held-out text or .jsonl file to measure the loss on.", callback=utf8_file
+        ),
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="JSON of metrics for the model card.")
+        Path | None, typer.Option(help="JSON file with metrics for the model card.")
     ] = None,
     imports: Imports = None,
 ) -> None:
-    """Write a model for software without metis_hf.
+    """Export a model for software that does not use metis_hf.
 
-    Exports a checkpoint of this package as it is or, with --calibrate TEXT and a packed --format,
-    any model in NVFP4 with quantized inputs. Prints the error of each choice and the code that
-    loads the export.
+    Exports a Metis checkpoint as it is. With --calibrate TEXT and a packed --format, exports any
+    model in NVFP4 with quantized inputs. Prints the error of each choice and the code that loads
+    the export.
     """
     import_sources(imports)
     quantizes = calibrate is not None or scheme is not None
@@ -103,7 +117,7 @@ def export(
             raise ValueError(f"{options[0]} does nothing without {of}; leave it out, or give both")
     if quantizes and format == "dense":
         raise ValueError(
-            "--calibrate and --scheme quantize the model, and --format dense does not; choose "
+            "--calibrate and --scheme quantize the model, but --format dense does not; choose "
             "--format compressed-tensors or modelopt"
         )
     from rich.console import Console
@@ -143,7 +157,7 @@ def export(
         results=results,
         load=load,
     )
-    title = "Error of the weights against those that the checkpoint represents"
+    title = "Errors of the exported weights relative to those that the checkpoint represents"
     console.print(terminal_table(HEADER, list(report_rows(report)), title=title))
     if report.held_out:
         console.print(terminal_table(LOSS_HEADER, list(loss_rows(report)), title="Loss"))

@@ -28,29 +28,36 @@ def fidelity(
     text: Annotated[
         Path,
         typer.Option(
-            help="UTF-8 text, or .jsonl of documents, that the model has not been trained on.",
+            help="UTF-8 text, or .jsonl file of documents, that the model was not trained on.",
             callback=utf8_file,
         ),
     ],
     schemes: Annotated[
-        str, typer.Option(help='Comma-separated names, or "all".')
+        str, typer.Option(help='Comma-separated schemes, or "all".')
     ] = "metis,nvfp4-rne,nvidia,quartet2,four-over-six",
     out: Annotated[
-        Path | None, typer.Option(help="Directory.", show_default="runs/fidelity-MODEL")
+        Path | None, typer.Option(help="Output directory.", show_default="runs/fidelity-MODEL")
     ] = None,
-    ranks: Annotated[str, typer.Option(help="Measure metis at these ranks too, as 8,16,64.")] = "",
+    ranks: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated ranks at which to measure metis too, for example 8,16,64."
+        ),
+    ] = "",
     configs: Annotated[
-        str, typer.Option(help="Measure these configs too: JSON files, comma-separated.")
+        str, typer.Option(help="Comma-separated JSON files of configs to measure too.")
     ] = "",
     alone: Annotated[
         str | None,
         typer.Option(
-            help='Schemes whose layers are also quantized one at a time, or "none".',
-            show_default="the first",
+            help="Comma-separated schemes whose layers are also quantized one at a time, or "
+            '"none".',
+            show_default="the first scheme",
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Sequences of the text: two thirds for the loss, one for gradients.")
+        int,
+        typer.Option(help="Number of sequences: two thirds for the loss, one third for gradients."),
     ] = 48,
     length: Length = 256,
     batch: Batch = 8,
@@ -58,14 +65,15 @@ def fidelity(
     dtype: Dtype = "float32",
     device: Device = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of all noise.", show_default="0, or a config's own")
+        int | None,
+        typer.Option(help="Random seed for all noise.", show_default="0, or a config's own"),
     ] = None,
     tokenizer: Tokenizer = None,
     imports: Imports = None,
 ) -> None:
     """Measure what four-bit schemes do to a model, without training.
 
-    Writes loss, divergence, gradient errors and cost of each scheme, and the most affected layers.
+    Writes each scheme's loss, divergence, gradient errors and cost, and the most affected layers.
     If interrupted, run the same command again to resume.
     """
     import_sources(imports)
@@ -128,5 +136,7 @@ def _numbers(text: str) -> list[int]:
     """Parse comma-separated positive integers."""
     names = split_names(text)
     if not all(name.isdigit() and int(name) > 0 for name in names):
-        raise ValueError(f"--ranks {text}: expected whole numbers from 1, separated by commas")
+        raise ValueError(
+            f"--ranks {text}: expected whole numbers of at least 1, separated by commas"
+        )
     return [int(name) for name in names]

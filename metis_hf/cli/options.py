@@ -15,21 +15,23 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="FILE_OR_MODULE",
-        help="Python file or module that registers schemes of yours; repeatable.",
+        help="Python file or module that registers your own schemes; repeatable.",
     ),
 ]
 Model = Annotated[str, typer.Argument(help="Directory or hub name of a causal language model.")]
-Length = Annotated[int, typer.Option("--sequence-length", help="Tokens of a sequence.")]
-Batch = Annotated[int, typer.Option(help="Sequences of a batch.")]
+Length = Annotated[int, typer.Option("--sequence-length", help="Sequence length in tokens.")]
+Batch = Annotated[int, typer.Option(help="Batch size in sequences.")]
 TokensPerStep = Annotated[
-    int, typer.Option(help="Tokens that the cost of a training step is counted for.")
+    int, typer.Option(help="Tokens per training step, for computing the cost of a scheme.")
 ]
-Dtype = Annotated[str, typer.Option(help="Of the weights and the exact model.")]
+Dtype = Annotated[
+    str, typer.Option(help="Dtype of the weights and of the unquantized reference model.")
+]
 Device = Annotated[
-    str | None, typer.Option(help='As "cuda".', show_default="a GPU if there is one")
+    str | None, typer.Option(help="Device, for example cuda.", show_default="a GPU if available")
 ]
 Tokenizer = Annotated[
-    str | None, typer.Option(help="Directory of another tokenizer than the model's own.")
+    str | None, typer.Option(help="Directory of a tokenizer to use instead of the model's own.")
 ]
 
 

@@ -26,15 +26,20 @@ def ranks(
     text: Annotated[
         Path,
         typer.Option(
-            help="UTF-8 text, or .jsonl of documents, to calibrate on.", callback=utf8_file
+            help="UTF-8 text, or .jsonl file of documents, to calibrate on.", callback=utf8_file
         ),
     ],
     budget: Annotated[
-        float, typer.Option(help="Multiply-adds beyond the three GEMMs, in % of theirs.")
+        float,
+        typer.Option(help="Budget for extra multiply-adds, in % of those in the three GEMMs."),
     ],
-    out: Annotated[Path, typer.Option(help="File for the config.")] = Path("metis-ranks.json"),
-    scheme: Annotated[str, typer.Option(help="A scheme that splits operands.")] = "metis",
-    limit: Annotated[int, typer.Option(help="Sequences of the text.")] = 4,
+    out: Annotated[Path, typer.Option(help="Output file for the config.")] = Path(
+        "metis-ranks.json"
+    ),
+    scheme: Annotated[
+        str, typer.Option(help="Scheme to choose ranks for; it must split operands.")
+    ] = "metis",
+    limit: Annotated[int, typer.Option(help="Number of calibration sequences.")] = 4,
     length: Length = 256,
     batch: Batch = 2,
     tokens_per_step: TokensPerStep = 8192,

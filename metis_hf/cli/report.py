@@ -13,17 +13,19 @@ from metis_hf.cli.options import Imports, import_sources
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Directory of a run; several make a table.", metavar="RUN_DIR..."),
+        typer.Argument(
+            help="Run directory; several runs are shown as a table.", metavar="RUN_DIR..."
+        ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="The page to write.", show_default="report.html in RUN_DIR"),
+        typer.Option(help="HTML file to write.", show_default="report.html in RUN_DIR"),
     ] = None,
     imports: Imports = None,
 ) -> None:
     """Make an HTML page of a training run, or a table of several runs.
 
-    The page shows the health of each layer over time, and what it means for the run.
+    The page shows the health of each layer over time and explains what it means for the run.
     """
     import_sources(imports)
     from rich.console import Console

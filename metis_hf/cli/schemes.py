@@ -16,29 +16,37 @@ from metis_hf.lab.scheme_list import FIRST, GROUPS, Line
 def schemes(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SCHEME ...]", help="Show operands, bits and source of these."),
+        typer.Argument(
+            metavar="[SCHEME ...]", help="Schemes whose operands, bits and source are shown."
+        ),
     ] = None,
     all_of_them: Annotated[
-        bool, typer.Option("--all", help="List every scheme, not the first dozen.")
+        bool, typer.Option("--all", help="List every scheme instead of only the main dozen.")
     ] = False,
     mode: Annotated[
         str | None,
-        typer.Option(help="shared or contraction, of named schemes; default: each scheme's own."),
+        typer.Option(
+            help="Operand mode of the named schemes, shared or contraction; default: each "
+            "scheme's own."
+        ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print all of it as JSON; without names every scheme.")
+        bool,
+        typer.Option(
+            "--json", help="Print the details as JSON, for every scheme if none is named."
+        ),
     ] = False,
     imports: Imports = None,
 ) -> None:
-    """List the schemes, or show what some of them do.
+    """List the schemes, or show details of some.
 
-    For a named scheme: the operands of the three GEMMs, their bits, and the scheme's source.
+    For each named scheme, shows the operands of the three GEMMs, their bits, and its source.
     """
     import_sources(imports)
     if names or as_json:
         _show(names, mode, as_json)
     elif mode is not None:
-        raise ValueError(f"--mode {mode}: the list does not depend on it; name schemes, or --json")
+        raise ValueError(f"--mode {mode} has no effect on the list; name schemes, or use --json")
     else:
         typer.echo(_list(all_of_them, own=bool(imports)))
 
@@ -63,9 +71,9 @@ def _list(all_of_them: bool, *, own: bool) -> str:
     return "\n".join([
         *text,
         "",
-        "Extra: multiply-adds beyond the three GEMMs of a layer of 4096 x 4096 where",
-        "hardware multiplies FP4, in % of theirs. 0.3M, 51M: loss above BF16's, in %, of",
-        "models of that size from scratch (three seeds; one). Empty: not on record.",
+        "Extra: multiply-adds added to the three GEMMs of a 4096 x 4096 layer on FP4",
+        "hardware, in %. 0.3M, 51M: loss above BF16's, in %, for models of that size",
+        "trained from scratch (three seeds; one seed). Empty: not measured.",
         f"`metis-hf schemes NAME` shows operands and source.{others}",
     ])  # fmt: skip
 
@@ -99,12 +107,12 @@ def _show(names: list[str] | None, mode: str | None, as_json: bool) -> None:
     console.print(_overview(records))
     console.print(_operands(records))
     console.print(
-        "Rounding: of elements / of block scales; 4/6: a block's maximum on code 6 or 4; 16/17: on "
-        "5.65, so that no element is beyond 6 (of blocks above 4e-5 of the tensor's largest); "
-        "corrected: MS-EDEN's, stochastic. Bits per element with scales, factors and means (?: a "
-        "conditioner that looks at values has no count), of a "
-        f"layer of {WIDTH} x {WIDTH} and {WIDTH} tokens. Extra: multiply-adds beyond the three "
-        f"GEMMs of that layer where hardware multiplies FP4, in % of theirs, for {TOKENS} tokens a "
+        "Rounding: elements / block scales. 4/6: the block's maximum maps to code 6 or 4. 16/17: "
+        "it maps to 5.65, so that no element exceeds 6 (in blocks above 4e-5 of the tensor's "
+        "maximum). corrected: as in MS-EDEN, stochastic. Bits: per element, with scales, factors "
+        f"and means, for a layer of {WIDTH} x {WIDTH} and {WIDTH} tokens (?: a conditioner "
+        "depends on the values, so there is no fixed number). Extra: multiply-adds that the scheme "
+        f"adds to the three GEMMs of that layer on FP4 hardware, in %, for {TOKENS} tokens per "
         "step. docs/schemes.md says what each paper left open."
     )
 

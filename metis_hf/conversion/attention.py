@@ -66,14 +66,15 @@ def select_attention(
     build_attention_scheme(config)
     if config.backend == "native":
         raise ValueError(
-            f'backend="native" with attention={config.attention!r}: FP4 units multiply linear '
-            'layers alone, the products of attention are emulated. backend="auto" does that and '
-            "says so; or leave attention unset"
+            f'backend="native" does not support attention={config.attention!r}: FP4 units run '
+            'only linear layers. Use backend="auto", which emulates the attention products and '
+            "reports it, or leave attention unset"
         )
     if planned(model).get("tp_size", 1) > 1:
         raise NotImplementedError(
-            f"attention={config.attention!r} under tensor parallelism: each process has some of "
-            f"the heads, and a tensor scale would belong to its part. {TENSOR}. {FSDP2_INSTEAD}"
+            f"attention={config.attention!r} does not support tensor parallelism: each process has "
+            "only some of the heads, and a tensor scale would cover only those; "
+            f"{TENSOR}. {FSDP2_INSTEAD}"
         )
     around = {name.rpartition(".")[0] for name in converted}
     inside = {
@@ -89,8 +90,8 @@ def select_attention(
         if not any(f"{name}.".startswith(f"{one}.") for one in inside):
             raise ValueError(
                 f"attention={config.attention!r}: {name} ({kind.__name__}) does not call "
-                "transformers' AttentionInterface, so its products cannot be replaced. Keep it as "
-                "it is with modules_to_not_convert, or leave attention unset"
+                "transformers' AttentionInterface, so its products cannot be replaced. Exclude it "
+                "with modules_to_not_convert, or leave attention unset"
             )
     if not inside:
         raise ValueError(
@@ -103,8 +104,9 @@ def select_attention(
         config_of = _plain_config(name, module)
         if getattr(module, "reorder_and_upcast_attn", False):
             raise ValueError(
-                f"{name} has reorder_and_upcast_attn=True, a way of its own to compute scores in "
-                "fp32, which quantized products do anyway; set it to False in the model's config"
+                f"{name} has reorder_and_upcast_attn=True, which computes scores in fp32 in its "
+                "own way. Quantized products always compute them in fp32; set it to False in the "
+                "model's config"
             )
         _plain_function(name, module, config_of)
     return tuple(name for name, _ in model.named_modules() if name in inside)
@@ -153,7 +155,8 @@ def _plain_config(name: str, module: nn.Module) -> Any:
     config = getattr(module, "config", None)
     if not hasattr(config, "_attn_implementation"):
         raise ValueError(
-            f"{name} has no config of transformers that names its attention; leave attention unset"
+            f"{name} has no transformers config that names its attention implementation; leave "
+            "attention unset"
         )
     return config
 
@@ -182,9 +185,9 @@ def _check_implementation(name: str, config: Any) -> None:
     implementation = config._attn_implementation
     if implementation not in _MASKED:
         raise ValueError(
-            f"{name}: quantized attention needs masks that are matrices, and the model's "
-            f"attn_implementation is {implementation!r}. Load it, or call "
-            'model.set_attn_implementation, with "sdpa" or "eager"'
+            f"{name}: quantized attention needs masks that are matrices, but the model's "
+            f'attn_implementation is {implementation!r}. Load the model with "sdpa" or "eager", '
+            "or switch to one of them with model.set_attn_implementation"
         )
 
 
@@ -218,8 +221,8 @@ def attention_forward(
     products = module._modules.get(_ATTRIBUTE)
     if products is None:
         raise ValueError(
-            f"attention implementation {IMPLEMENTATION!r} is for converted attention modules, and "
-            "this is none: get_metis_model(model, MetisConfig(attention=...)) selects it by itself"
+            f"attention implementation {IMPLEMENTATION!r} is only for converted attention modules; "
+            "get_metis_model(model, MetisConfig(attention=...)) selects it automatically"
         )
     config = products.plain_config
     _check_implementation(products.name, config)
@@ -255,8 +258,9 @@ def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
     foreign = [each for each in _FOREIGN if kwargs.get(each) is not None]
     if foreign:
         raise NotImplementedError(
-            f"{name} hands {', '.join(foreign)} to its attention, which quantized products do not "
-            "know. Keep it as it is with modules_to_not_convert, or leave attention unset"
+            f"{name} passes {', '.join(foreign)} to its attention function, which quantized "
+            "products do not support. Exclude it with modules_to_not_convert, or leave attention "
+            "unset"
         )
 
 
@@ -264,14 +268,15 @@ def _check_call(name: str, module: nn.Module, mask: Tensor | None, dropout: floa
     """Refuse dropout in training, and masks that are not 4-D."""
     if dropout > 0 and module.training:
         raise NotImplementedError(
-            f"{name}: dropout={dropout} of attention probabilities, which would be dropped after "
-            "they are quantized or rescaled before. Load the model without it, such as with "
-            "from_pretrained(..., attention_dropout=0.0) (attn_pdrop, attention_probs_dropout_prob)"
+            f"{name}: dropout={dropout} of attention probabilities is not supported, because they "
+            "would be dropped after quantization or rescaled before it. Load the model without "
+            "dropout, for example with from_pretrained(..., attention_dropout=0.0); some models "
+            "call it attn_pdrop or attention_probs_dropout_prob"
         )
     if mask is not None and mask.dim() != 4:
         raise ValueError(
-            f"{name}: an attention mask of shape {tuple(mask.shape)}; expected [batch, heads or 1, "
-            'queries, keys], as attn_implementation="sdpa" and "eager" have it'
+            f"{name}: the attention mask has shape {tuple(mask.shape)}; expected [batch, heads or "
+            '1, queries, keys], as with attn_implementation="sdpa" or "eager"'
         )
 
 

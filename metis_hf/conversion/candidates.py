@@ -98,7 +98,7 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str
             if param.dim() == 3 or is_of_experts(module):
                 yield key, f"{kind}, unknown to transformers' experts interface"
             else:
-                yield key, "router" if is_router(module) else f"{kind}, which is no linear layer"
+                yield key, "router" if is_router(module) else f"{kind}, not a linear layer"
 
 
 def unknown_matrices(

@@ -42,7 +42,7 @@ metis-hf export {directory} --format compressed-tensors --out nvfp4
 vllm serve nvfp4
 ```
 
-The export packs the weights of converted layers to NVFP4, 4.5 bits a weight in place of 16. vLLM
+The export packs the weights of converted layers to NVFP4, 4.5 bits per weight instead of 16. vLLM
 quantizes {inputs}."""
 
 

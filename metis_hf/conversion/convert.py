@@ -108,9 +108,9 @@ def convert(
         loading: weights are loaded later, so parameters on the meta device are accepted.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"get_metis_model converts a loaded model, and this is {model!r:.80}")
+        raise TypeError(f"get_metis_model converts a loaded model; got {model!r:.80}")
     if not isinstance(config, MetisConfig):
-        raise TypeError(f"config={config!r:.80} is no MetisConfig; pass MetisConfig(scheme=...)")
+        raise TypeError(f"config={config!r:.80} is not a MetisConfig; pass MetisConfig(scheme=...)")
     check_model(model)
     selection = select_modules(model, config, check_names=check_names, naming=naming)
     configs = {name: selection.config_of(name, config) for name in selection.called}
@@ -167,13 +167,13 @@ def _warn_of_unread(config: MetisConfig) -> None:
     def say(fields: list[str], reason: str) -> None:
         if fields:
             given = ", ".join(f"{name}={getattr(config, name)!r}" for name in fields)
-            logger.warning("%s changes nothing: %s", given, reason)
+            logger.warning("%s has no effect: %s", given, reason)
 
     unread = unread_fields(config)
     never = unread_fields(config.replace(rank=None)) if unread and config.rank else unread
     schemes = " or ".join(dict.fromkeys([config.scheme, *config.scheme_pattern.values()]))
-    say([name for name in unread if name in never], f"scheme {schemes} does not read it")
-    say([name for name in unread if name not in never], f"rank={config.rank} stands in its place")
+    say([name for name in unread if name in never], f"scheme {schemes} does not use it")
+    say([name for name in unread if name not in never], f"rank={config.rank} overrides it")
 
 
 def to_dense(model: nn.Module) -> nn.Module:
@@ -191,7 +191,7 @@ def to_dense(model: nn.Module) -> nn.Module:
     """
     layers, packed = dict(metis_layers(model)), packed_layers(model)
     if not layers and not packed:
-        raise ValueError("the model has no Metis layer; nothing to turn back")
+        raise ValueError("the model has no Metis layer, so there is nothing to revert")
     if any(map(is_sharded, model.parameters())):
         raise ValueError(
             "the model's parameters are sharded over processes (FSDP2 or ZeRO-3): save a full "
@@ -204,8 +204,8 @@ def to_dense(model: nn.Module) -> nn.Module:
         )
     if adapted := [name for name in layers if name.endswith(".base_layer")]:
         raise ValueError(
-            f"{len(adapted)} converted layers have adapters, {adapted[0]} first: call "
-            "model.merge_and_unload() before to_dense, or model.unload()"
+            f"{len(adapted)} converted layers have adapters, such as {adapted[0]}: call "
+            "model.merge_and_unload() or model.unload() before to_dense"
         )
     converted = owners(model)
     remove_attention(model)

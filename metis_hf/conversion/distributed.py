@@ -19,7 +19,7 @@ from metis_hf.layers.parallelism import EXPERT, FSDP2_INSTEAD, TENSOR, planned
 from metis_hf.layers.tensor_parallel import STYLES, WHOLE, Shards, obstacle
 from metis_hf.operands.weight_forms import DenseWeight
 
-_NOT_SHARED = "and GEMMs on FP4 units know no scales that processes share"
+_NOT_SHARED = "and GEMMs on FP4 units cannot share scales across processes"
 
 
 def check_dense_checkpoint(model: nn.Module) -> None:
@@ -31,7 +31,7 @@ def check_dense_checkpoint(model: nn.Module) -> None:
     for name, layer in metis_layers(model):
         stores = not isinstance(layer.weight_form, DenseWeight) or layer.scheme.state is not None
         if stores:
-            raise _unfit(model, f"{name} stores other tensors than the dense checkpoint has")
+            raise _unfit(model, f"{name} stores tensors that the dense checkpoint lacks")
     report: Any = model.metis_report
     fused = next((layer.name for layer in report.layers if layer.kind == "expert"), None)
     if fused is not None:
@@ -40,8 +40,9 @@ def check_dense_checkpoint(model: nn.Module) -> None:
 
 def _unfit(model: nn.Module, why: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{_sizes(model)} while a dense checkpoint is converted: weights arrive in parts, and "
-        f"{why}. Convert it in one process, save it with save_pretrained, and load that"
+        f"{_sizes(model)} is not supported while a dense checkpoint is converted: weights are "
+        f"loaded in parts, and {why}. Convert the checkpoint in one process, save it with "
+        "save_pretrained, and load the result"
     )
 
 
@@ -65,8 +66,8 @@ def cut_layers(model: nn.Module) -> None:
         return
     if len(sizes) > 1:
         raise NotImplementedError(
-            f"{_sizes(model)} for a converted model: tensor parallelism is tested alone. Keep one "
-            "of them"
+            f"{_sizes(model)} is not supported for a converted model: tensor parallelism has been "
+            "tested only by itself. Keep only one of them"
         )
     shards = shards_of(model, size, _tensor_plan(model))
     report: Any = model.metis_report
@@ -83,7 +84,7 @@ def _as_cut(row: LayerReport, shards: Shards) -> LayerReport:
     """Return a layer's report once the layer is sharded: a sharded layer is emulated."""
     if not (row.native and shards.cut):
         return row
-    return replace(row, native=False, emulated=f"tensor parallelism cuts them, {_NOT_SHARED}")
+    return replace(row, native=False, emulated=f"tensor parallelism shards them, {_NOT_SHARED}")
 
 
 def shards_of(model: nn.Module, size: int, plan: dict[str, str]) -> dict[str, Shards]:
@@ -99,19 +100,19 @@ def shards_of(model: nn.Module, size: int, plan: dict[str, str]) -> dict[str, Sh
     """
     report: Any = model.metis_report
     if any(layer.kind == "expert" for layer in report.layers):
-        asked = f"tp_size={size} for converted experts"
+        asked = f"tp_size={size} is not supported for converted experts"
         raise NotImplementedError(f"{asked}: {EXPERT}. {FSDP2_INSTEAD}")
     found = {}
     for name, layer in metis_layers(model):
         style = plan.get(replace_layer_number_by_wildcard(name))
         if style is not None and style not in STYLES:
-            raise _refusal(size, name, f"its style {style!r} is none of {', '.join(STYLES)}")
+            raise _refusal(size, name, f"its style {style!r} is not one of {', '.join(STYLES)}")
         shards = Shards(STYLES[style] if style else WHOLE, size)
         reason = obstacle(layer.scheme, shards, (layer.out_features, layer.in_features))
         if shards.cut and reason is None and layer.config.backend == "native":
-            reason = f'it asks for backend="native", {_NOT_SHARED}'
+            reason = f'it has backend="native", {_NOT_SHARED}'
         if shards.cut and reason is None and layer.conv1d:
-            reason = "a Conv1D stores its weight transposed, and plans cut it as if it were not"
+            reason = "a Conv1D stores its weight transposed, but plans shard it as if it were not"
         if reason is not None:
             raise _refusal(size, name, reason)
         found[name] = shards
@@ -120,8 +121,9 @@ def shards_of(model: nn.Module, size: int, plan: dict[str, str]) -> dict[str, Sh
 
 def _refusal(size: int, name: str, reason: str) -> NotImplementedError:
     return NotImplementedError(
-        f"tp_size={size} cannot cut {name}, since {reason}: {TENSOR}. {FSDP2_INSTEAD}, load it "
-        f'with DistributedConfig(fsdp_size={size}), or take a scheme such as "nvfp4" or "nvidia"'
+        f"tp_size={size} cannot shard {name}, because {reason}: {TENSOR}. {FSDP2_INSTEAD}, load "
+        f"it with DistributedConfig(fsdp_size={size}), or choose a scheme such as "
+        '"nvfp4" or "nvidia"'
     )
 
 

@@ -113,9 +113,9 @@ def _check_shapes(model: nn.Module, files: Iterable[str]) -> None:
                 shape = tuple(tensors.get_slice(key).get_shape())
                 if shape != expected[key]:
                     raise ValueError(
-                        f"{key} has shape {shape} in {path}, and {expected[key]} by the config "
-                        "beside it: the two are not of the same run, or the config was edited "
-                        "(rank, rank_frac, rank_multiple, rank_pattern)"
+                        f"{key} has shape {shape} in {path}, but its config.json requires "
+                        f"{expected[key]}: the two are from different runs, or the config was "
+                        "edited (rank, rank_frac, rank_multiple, rank_pattern)"
                     )
 
 
@@ -136,7 +136,7 @@ def _check_complete(model: nn.Module) -> None:
     if missing and any(loaded(param) for param in model.parameters()):
         path = getattr(getattr(model, "config", None), "name_or_path", "") or "the checkpoint"
         raise ValueError(
-            f"{path} lacks tensors of converted layers: {some(missing)}. Nothing can stand in for "
+            f"{path} lacks tensors of converted layers: {some(missing)}. Nothing can replace "
             "them; restore the files, or correct quantization_config in its config.json"
         )
 

@@ -85,18 +85,18 @@ def why_not_plain(module: nn.Module) -> str | None:
     """
     cls = type(module)
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return f"its owner reads the weight of the {cls.__name__} and does not call it"
+        return f"its owner reads the weight of the {cls.__name__} without calling it"
     base = nn.Linear if isinstance(module, nn.Linear) else Conv1D
     forward: Any = cls.forward
     read = f"{forward.__module__}.{getattr(forward, '__qualname__', '')}" in _READ
     if cls.__call__ is not base.__call__ or not (forward is base.forward or read):
-        return f"its class {cls.__name__} has a forward pass of its own"
+        return f"its class {cls.__name__} has a custom forward pass"
     extra = _beside(module)
     if extra or module._parameters.get("weight") is None:
         what = ", ".join(sorted(extra)) or "no weight"
-        return f"its class {cls.__name__} has {what} beside weight and bias"
+        return f"its class {cls.__name__} has {what} besides weight and bias"
     if _forward_replaced(module):
-        return "its forward pass was replaced by another (module.forward = ...)"
+        return "its forward pass was replaced (module.forward = ...)"
     return None
 
 
@@ -123,8 +123,8 @@ def why_not_split(owner: nn.Module, child: str) -> str | None:
     for cls in type(owner).__mro__:
         if child in _WRITTEN.get(cls.__name__, ()):
             return (
-                f"its weight, of a {cls.__name__}, is written to in place, which does not reach "
-                "the factors that the scheme stores"
+                f"its owner, a {cls.__name__}, overwrites the weight in place, but the scheme "
+                "stores factors, which would not change"
             )
     return None
 

@@ -76,7 +76,7 @@ class QuantizedLoraLinear(LoraLinear):
         try:
             variant = super().resolve_lora_variant(config=config, **kwargs)
         except ValueError as error:
-            raise ValueError(f"{error}; over {self.kind} LoRA has no variants") from error
+            raise ValueError(f"{error}; {self.kind} supports no variants of LoRA") from error
         if variant is not None:
             raise ValueError(
                 f"{type(variant).__name__} is not supported over {self.kind}; use plain LoRA "
@@ -99,8 +99,8 @@ class QuantizedLoraLinear(LoraLinear):
         """
         if self.lora_bias[name] and bias is None:
             raise ValueError(
-                f"adapter {name!r} has a bias (lora_bias=True) that the layer cannot take: it "
-                "has none. Keep the adapter beside the model, unmerged"
+                f"adapter {name!r} has a bias (lora_bias=True) that cannot be merged, because the "
+                "layer has no bias. Keep the adapter unmerged"
             )
         if safe_merge and not bool(torch.isfinite(self.get_delta_weight(name)).all()):
             raise ValueError(f"adapter {name!r} has NaN or inf; nothing was merged")
@@ -200,9 +200,9 @@ class PackedLoraLinear(QuantizedLoraLinear):
             before = base.packed.dense(torch.float32)
             raise ValueError(
                 f"merging into {base.name or 'a packed layer'} would quantize its weight to NVFP4 "
-                f"again: an error of {float(error):.2%} of the merged weight, of which the adapter "
-                f"makes up {float(relative_error(weight, before)):.2%}. Keep the adapter beside "
-                "the base (save_pretrained; vLLM serves both), accept the error "
+                f"again, with an error of {float(error):.2%} of the merged weight; the adapter "
+                f"makes up {float(relative_error(weight, before)):.2%} of it. Keep the adapter "
+                "separate (save_pretrained; vLLM serves both), accept the error "
                 "(metis_hf.merge_packed(model, requantize=True), which reports it for each "
                 "layer), or unpack the base first (metis_hf.to_dense(model), then "
                 "merge_and_unload)"
@@ -221,8 +221,8 @@ class PackedLoraLinear(QuantizedLoraLinear):
         """
         if self.merged and isinstance(self.get_base_layer(), PackedLinear):
             raise ValueError(
-                "an adapter that was merged into a packed base cannot be taken out again: load "
-                "the base once more"
+                "an adapter that was merged into a packed base cannot be removed again; reload "
+                "the base"
             )
         super().unmerge()
 
@@ -239,7 +239,8 @@ class MetisLoraConfig(LoraConfig):
     """
 
     metis_config: dict[str, Any] | None = field(
-        default=None, metadata={"help": "MetisConfig of the base model, None for a plain one"}
+        default=None,
+        metadata={"help": "MetisConfig of the base model; None if not converted"},
     )
 
     def to_dict(self) -> dict[str, Any]:
@@ -294,11 +295,11 @@ def _recording(config: LoraConfig, model: nn.Module) -> LoraConfig:
     if not isinstance(converted, MetisConfig):
         if not config.inference_mode and any(metis_layers(model)):
             warnings.warn(
-                "the adapter's config does not say that its base is converted, since the config of "
-                f"the {type(model).__name__} does not either: only a part of it was converted, or "
-                "it is no model of transformers. Where the adapter is loaded, convert the base in "
-                "the same way first; or convert the whole model here, and choose its layers with "
-                "target_modules",
+                "the adapter's config does not say that its base is converted, because the config "
+                f"of the {type(model).__name__} does not say so: only part of the model was "
+                "converted, or it is not a transformers model. Before you load the adapter, "
+                "convert its base in the same way; or convert the whole model here, and choose its "
+                "layers with target_modules",
                 stacklevel=3,
             )
         return config
@@ -321,15 +322,15 @@ def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
                 if ours.get(key) != theirs.get(key)
             )
             warnings.warn(
-                f"the adapter was trained over a base that was converted otherwise: here {other}. "
-                "It runs over the base as it is",
+                f"the adapter was trained over a base that was converted differently: this base "
+                f"has {other}. The adapter runs over this base as it is",
                 stacklevel=3,
             )
         return
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         warnings.warn(
             f"the adapter was trained over a base converted to scheme {trained.scheme!r}; this "
-            "base is plain and cannot be converted, since it has adapters already. To run as in "
+            "base is not converted and cannot be, because it already has adapters. To run as in "
             "training, load this adapter first",
             stacklevel=3,
         )
@@ -337,12 +338,12 @@ def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
     convert(model, trained, check_names=False)  # checked before training
     state = any(layer.state_names for _, layer in metis_layers(model))
     fresh = (
-        " The state that the scheme keeps from training starts afresh, which changes results: to "
-        "keep it, save the converted base and load the adapter over that."
+        " The state that the scheme keeps from training is reset, which changes results; to keep "
+        "it, save the converted base and load the adapter over it."
     )
     warnings.warn(
         f"the adapter was trained over a base converted to scheme {trained.scheme!r}, so this base "
-        f"has been converted too.{fresh * state} To run the adapter over the plain base, set "
+        f"has been converted too.{fresh * state} To run the adapter over the unconverted base, set "
         "metis_config=None in its config: config = PeftConfig.from_pretrained(adapter); "
         "config.metis_config = None; PeftModel.from_pretrained(base, adapter, config=config)",
         stacklevel=3,

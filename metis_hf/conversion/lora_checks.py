@@ -19,9 +19,9 @@ def check_saved(config: LoraConfig, model: nn.Module) -> None:
     for name in packed_layers(model):
         if saved & {*name.split("."), name}:
             raise ValueError(
-                f"modules_to_save={sorted(saved)} asks {name} to train in full, and its weight is "
-                "packed in NVFP4 and frozen. Name it in target_modules, which puts an adapter "
-                "beside it, or make the model dense first (metis_hf.to_dense)"
+                f"modules_to_save={sorted(saved)} would train {name} in full, but its weight is "
+                "packed in NVFP4 and frozen. Name it in target_modules to train an adapter on it, "
+                "or unpack the model first (metis_hf.to_dense)"
             )
 
 
@@ -79,10 +79,10 @@ def check_experts(config: LoraConfig, model: nn.Module) -> None:
             if entries.isdisjoint(ends(f"{experts}.{key}")):
                 continue
             raise ValueError(
-                f"the adapter asks for fused experts ({option}: {', '.join(sorted(entries))}), in "
-                f"whose place conversion has put a layer for each expert ({experts}.{key}); PEFT "
-                'would leave them out. Target the layers: target_modules="all-linear", or their '
-                f"names, {experts}.metis_{key}.0 and so on. An adapter that was trained on fused "
-                "experts runs over a base whose experts are not converted: "
+                f"the adapter targets fused experts ({option}: {', '.join(sorted(entries))}), "
+                f"which conversion replaced with one layer per expert ({experts}.{key}); PEFT "
+                'would skip them. Target the layers: target_modules="all-linear", or their names, '
+                f"{experts}.metis_{key}.0 and so on. An adapter that was trained on fused experts "
+                "needs a base whose experts are not converted: "
                 f"MetisConfig(modules_to_not_convert=[{experts.rpartition('.')[2]!r}])"
             )

@@ -33,8 +33,9 @@ def _warn_of_owner(model: Any, state: Any, prefix: str, metadata: Any) -> None:
     if _WRAPPERS.fullmatch(prefix):
         return
     logger.warning_once(
-        "%s is converted, and its owner's config does not say so: if the owner is a model of "
-        "transformers, what save_pretrained writes of the whole loads without converted layers. "
-        "Convert the whole then, and choose its layers with target_modules and exclude_modules",
+        "%s is converted, but its owner's config does not say so: if the owner is a transformers "
+        "model, a checkpoint that its save_pretrained writes loads without converted layers. To "
+        "keep them, convert the owner instead, and choose its layers with target_modules and "
+        "exclude_modules",
         prefix.removesuffix("."),
     )

@@ -24,49 +24,49 @@ def check_model(model: nn.Module) -> None:
     """Refuse a model that is already converted, quantized, wrapped, adapted or distributed."""
     if is_linear(model):
         raise ValueError(
-            f"the model is one {type(model).__name__}, which cannot be replaced in place: put it "
-            "into a module, such as torch.nn.Sequential(layer)"
+            f"the model is a single {type(model).__name__}, which cannot be replaced in place; "
+            "wrap it in a module, such as torch.nn.Sequential(layer)"
         )
     for name, layer in model.named_modules():
         if isinstance(layer, MetisLayer):
             raise ValueError(
-                f"the model is converted already ({name} runs scheme {layer.config.scheme!r}); "
+                f"the model is already converted ({name} runs scheme {layer.config.scheme!r}); "
                 "call to_dense(model) first"
             )
     packed = next(iter(packed_layers(model)), None)
     if packed is not None:
         raise ValueError(
-            f"{packed} is packed in NVFP4 and frozen, so there is no weight to train in a scheme. "
-            "Train an adapter over it (PEFT), or call to_dense(model) first"
+            f"{packed} is packed in NVFP4 and frozen, so it has no weight to train in a scheme. "
+            "Train a PEFT adapter over it, or call to_dense(model) first"
         )
     for name, module in model.named_modules():
         quantizer: Any = getattr(module, "hf_quantizer", None)
         method = quantizer and quantizer.quantization_config.quant_method
         if isinstance(module, PreTrainedModel) and method not in (None, MetisConfig.quant_method):
             raise ValueError(
-                f"{name or 'the model'} is quantized by {getattr(method, 'value', method)} "
-                "already, which keeps its own layers and writes its own checkpoints. Load the "
-                "dense model, or this one with quantization_config=...(dequantize=True) where "
-                "that method has it"
+                f"{name or 'the model'} is already quantized by "
+                f"{getattr(method, 'value', method)}, which uses its own layers and checkpoint "
+                "format. Load the dense model, or load this one with "
+                "quantization_config=...(dequantize=True) if that method supports it"
             )
         ddp = isinstance(module, nn.parallel.DistributedDataParallel)
         fsdp = type(module).__name__.startswith(("FSDP", "FullySharded"))
         if ddp or fsdp or hasattr(module, "_orig_mod"):  # the last: torch.compile
             raise ValueError(
-                f"{name or 'the model'} is wrapped already ({type(module).__name__}): convert "
-                "before accelerator.prepare, DDP, FSDP or torch.compile sees the model"
+                f"{name or 'the model'} is already wrapped ({type(module).__name__}); convert the "
+                "model before you pass it to accelerator.prepare, DDP, FSDP or torch.compile"
             )
         if any(cls.__module__.startswith("peft.") for cls in type(module).__mro__):
             raise ValueError(
-                f"the model has PEFT adapters already ({name or 'it'} is PEFT's "
-                f"{type(module).__name__}), whose own layers would be quantized too: convert the "
-                "base model, then add the adapters (get_peft_model or model.add_adapter)"
+                f"the model already has PEFT adapters ({name or 'it'} is PEFT's "
+                f"{type(module).__name__}), and their layers would be quantized too. Convert the "
+                "base model first, then add the adapters (get_peft_model or model.add_adapter)"
             )
     if any(hasattr(p, mark) for p in model.parameters() for mark in DEEPSPEED_MARKS):
         raise ValueError(
-            "DeepSpeed manages the model's parameters already (ZeRO-3 has partitioned them): build "
-            "and convert the model before TrainingArguments(deepspeed=...), accelerator.prepare or "
-            "deepspeed.zero.Init sees it"
+            "DeepSpeed already manages the model's parameters (ZeRO-3 has partitioned them); build "
+            "and convert the model before you use TrainingArguments(deepspeed=...), "
+            "accelerator.prepare or deepspeed.zero.Init"
         )
     check_whole(model)
 
@@ -83,9 +83,9 @@ def check_present(name: str, module: nn.Module, weight: Tensor, *, partly: bool)
     if offloaded(module) or (partly and weight.is_meta):
         raise ValueError(
             f"{name}: its weight is offloaded (device_map with parts on the CPU or on disk, "
-            "accelerate's cpu_offload), so there is nothing here to convert or to train. Load the "
+            "accelerate's cpu_offload), so it cannot be converted or trained. Load the "
             "model without device_map, convert it and save it; the converted checkpoint can be "
-            "loaded with a device_map. Or leave the layer out with modules_to_not_convert"
+            "loaded with a device_map. Or exclude the layer with modules_to_not_convert"
         )
 
 
@@ -108,7 +108,9 @@ def check_layer(
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if not weight.is_meta and not bool(torch.isfinite(weight).all()):
-        raise ValueError(f"{name}: the weight has NaN or infinite elements; nothing to train from")
+        raise ValueError(
+            f"{name}: the weight has NaN or infinite elements; load weights that are finite"
+        )
 
 
 def check_tied(
@@ -117,9 +119,9 @@ def check_tied(
     """Refuse a scheme that would store factors instead of a weight that another module shares."""
     if build_scheme(config, in_features, out_features).weight.is_split:
         raise ValueError(
-            f"{name} shares its weight with {other}, and scheme {config.scheme!r} as it is "
-            "configured stores weights as u, s, vh and residual, which would untie them. Store "
-            "one matrix there (split_weight=False, or a scheme for it in scheme_pattern), take it "
-            "out of target_modules, or untie the two in the model's config "
+            f"{name} shares its weight with {other}, but scheme {config.scheme!r} as configured "
+            "stores weights as u, s, vh and residual, which would untie the two. Store one matrix "
+            "(split_weight=False, or another scheme for this layer in scheme_pattern), remove the "
+            "layer from target_modules, or untie the weights in the model's config "
             "(tie_word_embeddings=False)"
         )

@@ -143,7 +143,7 @@ class ConversionReport:
             error: include the reconstruction error of the split, which holds only at conversion.
         """
         share = self.converted_params / max(self.total_params, 1)
-        without = f" (without {len(self.uncounted)} unknown parameters)" if self.uncounted else ""
+        without = f" (excluding {len(self.uncounted)} unknown parameters)" if self.uncounted else ""
         lines = [
             f"scheme {self.scheme}: {len(self.layers)} layers converted || "
             f"{self.converted_params:,} of {self.total_params:,} params ({share:.1%}), "
@@ -151,7 +151,7 @@ class ConversionReport:
             f"{self.bits_per_weight:.2f} bits per weight"
         ]
         for scheme, count in self.other_schemes.items():
-            lines.append(f"  scheme {scheme} instead in {count} layers (scheme_pattern)")
+            lines.append(f"  scheme {scheme} in {count} layers (scheme_pattern)")
         if self.ranks:
             ranks = ", ".join(f"{rank} ({count} layers)" for rank, count in self.ranks.items())
             stored = error and self.max_error > 0
@@ -164,9 +164,7 @@ class ConversionReport:
         if native:
             lines.append(f"  GEMMs on FP4 units: {native} layers")
             if self.attention is not None:
-                lines.append(
-                    "  attention products emulated: FP4 units multiply linear layers alone"
-                )
+                lines.append("  attention products emulated: FP4 units run only linear layers")
         for reason, count in self.emulated.items():
             lines.append(f"  GEMMs emulated in {count} layers: {reason}")
         for reason, names in self.skipped_by_reason().items():

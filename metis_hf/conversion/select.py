@@ -95,7 +95,7 @@ def select_modules(
             if full and config.layers_to_transform:
                 raise ValueError(
                     f"target_modules names {full[0]} in full, so layers_to_transform does not "
-                    "apply to it; give its last part, or leave layers_to_transform out"
+                    "apply to it; use only the last part of the name, or omit layers_to_transform"
                 )
     names = [name for candidate in candidates.values() for name in candidate.called]
     if check_names:
@@ -155,15 +155,15 @@ def _check_targets(
                     f"{skipped.get(first, _NO_LINEAR)}"
                 )
             raise ValueError(
-                f"target_modules names {target!r}, which is no module of {type(model).__name__}. "
-                f"Its linear layers: {', '.join(_suffixes(candidates))}"
+                f"target_modules names {target!r}, which is not a module of "
+                f"{type(model).__name__}. Its linear layers: {', '.join(_suffixes(candidates))}"
             )
     everywhere = (*modules, *candidates)
     for keep in config.modules_to_not_convert or ():
         if not any(map(containing_pattern(keep).match, everywhere)):
             raise ValueError(
-                f"modules_to_not_convert names {keep!r}, which is no module of "
-                f"{type(model).__name__}; what it was to keep would be converted"
+                f"modules_to_not_convert names {keep!r}, which matches no module of "
+                f"{type(model).__name__}; the module it was meant to keep would be converted"
             )
 
 
@@ -186,7 +186,7 @@ def _check_excluded(
             means = "matches the full name of" if isinstance(pattern, str) else "is"
             raise ValueError(
                 f"exclude_modules has {entry!r}, which {means} no module of "
-                f"{type(model).__name__}; what it was to leave out would be converted"
+                f"{type(model).__name__}; the module it was meant to exclude would be converted"
             )
         if not names.isdisjoint(layers):
             continue
@@ -194,9 +194,9 @@ def _check_excluded(
         layer = next((name for name in selected if name.startswith(inside)), None)
         if layer is not None:
             raise ValueError(
-                f"exclude_modules has {entry!r}, which names no layer but what holds some, such as "
-                f"{layer}; these would be converted. To keep a module with everything inside it, "
-                "name it in modules_to_not_convert"
+                f"exclude_modules has {entry!r}, which names not a layer but a container of layers "
+                f"such as {layer}; these would be converted. To exclude a module with everything "
+                "inside it, name it in modules_to_not_convert"
             )
 
 
@@ -213,13 +213,13 @@ def _check_layers(
             if block is None and at_start and not config.layers_pattern:
                 raise ValueError(
                     f"layers_to_transform has {index}, but by PEFT's rule {name} is in no block: "
-                    "without layers_pattern something has to stand in front of the list's name. "
-                    f"Give layers_pattern={at_start[1]!r} too"
+                    "without layers_pattern, the name of the block list needs a prefix. Set "
+                    f"layers_pattern={at_start[1]!r} too"
                 )
         pattern = f" (layers_pattern={config.layers_pattern!r})" * bool(config.layers_pattern)
         raise ValueError(
             f"layers_to_transform has {index}{pattern}, but no block of "
-            f"{type(model).__name__} with that index holds a target module"
+            f"{type(model).__name__} with that index contains a target module"
         )
 
 
@@ -243,8 +243,8 @@ def _check_patterns(config: MetisConfig, selected: list[str]) -> None:
         for pattern in patterns:
             if pattern not in used:
                 raise ValueError(
-                    f"{option} has {pattern!r}, which applies to no converted layer. They are: "
-                    f"{', '.join(_suffixes(selected))}"
+                    f"{option} has {pattern!r}, which applies to no converted layer. The converted "
+                    f"layers are: {', '.join(_suffixes(selected))}"
                 )
 
 

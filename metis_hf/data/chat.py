@@ -49,7 +49,7 @@ def read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list
         except (TemplateError, TypeError) as error:  # raised by the template's code
             raise ValueError(
                 f"{path}, line {number}: the chat template of {tokenizer.name_or_path} does not "
-                f"take the conversation ({error}); mend the line, or remove it"
+                f"accept the conversation ({error}); fix the line, or remove it"
             ) from None
         yield ids
 
@@ -57,7 +57,7 @@ def read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list
 def _numbered(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return (number, document) pairs of a file, numbered from 1 by JSON line or piece."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; give JSON lines of messages or text")
+        raise FileNotFoundError(f"{path} is not a file; give JSON lines of messages or text")
     content = utf8_text(path, "utf-8-sig")
     if not is_json_lines(path):
         refuse_objects(path, content)
@@ -95,8 +95,8 @@ def refuse_objects(path: Path, content: str) -> None:
         return
     if isinstance(found, dict) and any(key in found for key in _KEYS):
         raise ValueError(
-            f"{path} holds JSON objects, and by its name it is read as one text; name it "
-            f"{path.with_suffix('.jsonl').name}"
+            f"{path} contains JSON objects, but its suffix says that it is plain text; rename it "
+            f"to {path.with_suffix('.jsonl').name}"
         )
 
 
@@ -107,8 +107,8 @@ def refuse_surrogates(path: Path, number: int, found: Any) -> None:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])[1:-1]
         raise ValueError(
-            f"{path}, line {number}: {half} is one half of a surrogate pair, as it is left where a "
-            "text is cut within an emoji; mend the line, or remove it"
+            f"{path}, line {number}: {half} is one half of a surrogate pair, which remains when a "
+            "text is cut inside an emoji; fix the line, or remove it"
         ) from None
 
 
@@ -117,22 +117,22 @@ def _document(path: Path, number: int, line: str) -> dict[str, Any]:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:  # also an integer of too many digits
         raise ValueError(
-            f"{path}, line {number}, is not JSON: {error}. Each line is one whole object"
+            f"{path}, line {number}, is not JSON: {error}. Each line must be one complete object"
         ) from None
     refuse_surrogates(path, number, found)
     if isinstance(found, dict) and isinstance(found.get("text"), str):
         return {"text": found["text"]}
     messages = found.get("messages") if isinstance(found, dict) else None
     if messages == []:
-        raise ValueError(f"{path}, line {number}: no messages; remove the line, or give it one")
+        raise ValueError(f"{path}, line {number}: no messages; remove the line, or add one")
     if isinstance(messages, list) and all(
         isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
         for each in messages
     ):
         return {"messages": messages}
     raise ValueError(
-        f"{path}, line {number}: expected an object with {' or '.join(_KEYS)}; messages are a list "
-        'of {"role": ..., "content": ...}'
+        f"{path}, line {number}: expected an object with {' or '.join(_KEYS)}; messages must be a "
+        'list of {"role": ..., "content": ...}'
     )
 
 
@@ -145,8 +145,9 @@ def tokens_of(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> l
     if "messages" in document:
         if not tokenizer.chat_template:
             raise ValueError(
-                f"the data have conversations, and the tokenizer of {tokenizer.name_or_path} has "
-                "no chat template; set tokenizer.chat_template and save it, or give texts"
+                f"the data contain conversations, but the tokenizer of {tokenizer.name_or_path} "
+                "has no chat template; set tokenizer.chat_template and save the tokenizer, or use "
+                "plain texts"
             )
         return list(
             tokenizer.apply_chat_template(document["messages"], tokenize=True, return_dict=False)
@@ -185,8 +186,8 @@ def first_sequences(
     rows = list(islice(equal_rows(read_tokens(path, tokenizer), length), count))
     if not rows:
         raise ValueError(
-            f"{path} has fewer than {length} tokens, which is one sequence; give a longer text, or "
-            "ask for shorter sequences"
+            f"{path} has fewer than {length} tokens, the length of one sequence; use a longer "
+            "text or shorter sequences"
         )
     return torch.tensor(rows)
 
@@ -201,8 +202,9 @@ def check_vocabulary(rows: Tensor, vocabulary: int, model: str | Path) -> None:
     """
     if int(rows.max()) >= vocabulary:
         raise ValueError(
-            f"the tokenizer of {model} gives token {int(rows.max())}, and the model knows "
-            f"{vocabulary}: they do not belong together; save the model's own tokenizer beside it"
+            f"the tokenizer of {model} produces token {int(rows.max())}, but the model's "
+            f"vocabulary has {vocabulary} tokens: they do not match; save the model's own "
+            "tokenizer in its directory"
         )
 
 
@@ -241,16 +243,16 @@ def chunked_sequences(
     unused = count - wanted
     if unused > _WASTE * total:
         raise ValueError(
-            f"{path}: documents are held out whole, from the end of the file, and those that hold "
-            f"{wanted:,} tokens have {count:,}, so that {unused:,} of all {total:,} would be used "
-            "for nothing. Put shorter documents last, or cut long ones into several"
+            f"{path}: to hold out {wanted:,} tokens, whole documents with {count:,} tokens are "
+            f"taken from the end of the file, so {unused:,} of {total:,} tokens would be unused. "
+            "Put shorter documents last, or split long ones"
         )
     train = list(equal_rows(documents[:first], length))
     held = list(equal_rows(documents[first:], length))[:held_out]
     if not train or len(held) < held_out:
         raise ValueError(
-            f"{path} has {total:,} tokens in {len(documents):,} documents; {held_out} held-out "
-            f"sequences of {length} and at least one to train on are needed. Give more data, or a "
-            "smaller --eval-sequences or --sequence-length"
+            f"{path} has {total:,} tokens in {len(documents):,} documents, too few for {held_out} "
+            f"held-out sequences of {length} tokens and at least one training sequence. Use more "
+            "data, or a smaller --eval-sequences or --sequence-length"
         )
     return torch.tensor(train), torch.tensor(held)

@@ -78,11 +78,11 @@ def read_meta(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         if (directory / ARGUMENTS).is_file() or (directory.parent / ARGUMENTS).is_file():
             raise FileNotFoundError(
-                f"{directory} has no {META}: its preparation is not finished, or left no sequence "
+                f"{directory} has no {META}: its preparation did not finish, or wrote no sequences "
                 "here; run the same prepare_data.py command again to finish it"
             )
         raise FileNotFoundError(
-            f"{directory} has no {META}, so it is no chunked dataset; make one with "
+            f"{directory} has no {META}, so it is not a chunked dataset; create one with "
             "recipes/prepare_data.py"
         )
     try:
@@ -92,7 +92,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
     missing = [key for key in REQUIRED if not isinstance(meta, dict) or key not in meta]
     if missing:
         raise ValueError(
-            f"{path} lacks {', '.join(missing)}; expected what recipes/prepare_data.py writes"
+            f"{path} lacks {', '.join(missing)}; expected the output of recipes/prepare_data.py"
         )
     return meta
 
@@ -102,9 +102,9 @@ def _shards(directory: Path, vocab_size: int | None) -> list[Path]:
     meta = read_meta(directory)
     if vocab_size is not None and meta["vocab_size"] > vocab_size:
         raise ValueError(
-            f"{directory} was tokenized with {meta['tokenizer']}, {meta['vocab_size']} tokens, but "
-            f"the model embeds {vocab_size}; prepare the data with the model's tokenizer, or build "
-            f"the model with vocab_size={meta['vocab_size']}"
+            f"{directory} was tokenized with {meta['tokenizer']}, which has {meta['vocab_size']} "
+            f"tokens, but the model embeds {vocab_size}; prepare the data with the model's "
+            f"tokenizer, or build the model with vocab_size={meta['vocab_size']}"
         )
     shards = sorted(directory.glob("shard-*.parquet"))
     _check_shards(directory, shards, meta)
@@ -124,8 +124,8 @@ def _check_shards(directory: Path, shards: list[Path], meta: dict[str, Any]) -> 
             raise ValueError(f"{shard} is not parquet ({error}); prepare the data again") from error
         if file.schema_arrow.remove_metadata() != wanted:
             raise ValueError(
-                f"{shard} has the columns {file.schema_arrow.remove_metadata()}, expected only "
-                f"input_ids, lists of {meta['seq_len']} int32"
+                f"{shard} has the columns {file.schema_arrow.remove_metadata()}; expected only "
+                f"input_ids, lists of {meta['seq_len']} int32 values"
             )
         rows += file.metadata.num_rows
     if rows != meta["num_sequences"]:

@@ -76,8 +76,8 @@ def stdlib_documents() -> list[Document]:
             documents.append(Document(path, text))
     if not documents:
         raise ValueError(
-            f"asked for the standard library's sources, but {root} holds no usable *.py file; "
-            "use an interpreter that is installed with its sources"
+            f"the standard library in {root} has no usable *.py file; use an interpreter that is "
+            "installed with its sources"
         )
     return sorted(documents, key=_order)
 
@@ -132,8 +132,8 @@ def train_tokenizer(
 
     if vocab_size <= BYTE_ALPHABET:
         raise ValueError(
-            f"vocab_size={vocab_size}, but the {BYTE_ALPHABET} bytes and {END_OF_TEXT} need "
-            f"{BYTE_ALPHABET + 1}; ask for at least that"
+            f"vocab_size={vocab_size} is too small: the {BYTE_ALPHABET} bytes and {END_OF_TEXT} "
+            f"need {BYTE_ALPHABET + 1} tokens; choose at least that"
         )
     if not any(document.text for document in documents):
         raise ValueError(f"no text in {len(documents)} documents; pass at least one with text")
@@ -207,7 +207,7 @@ def chunk(
     rows = available // sequence_length
     if rows == 0:
         raise ValueError(
-            f"sequence_length={sequence_length} was asked, but there are {available} tokens "
+            f"sequence_length={sequence_length} exceeds the number of tokens, {available} "
             f"({total} in {len(pieces)} documents, max_tokens={max_tokens}); pass more text, raise "
             "max_tokens or shorten the sequences"
         )

@@ -55,7 +55,7 @@ def open_files(
                 raise ValueError(f"--files {path} is not parquet ({error})") from None
         if not filled:
             raise ValueError(
-                f"--files {' '.join(paths)}: no file has rows; give files with documents"
+                f"--files {' '.join(paths)}: no file has rows; pass files with documents"
             )
         stream = datasets.load_dataset("parquet", data_files=filled, split="train", streaming=True)
         return text_of(stream, text_column, paths[0]), None
@@ -98,15 +98,15 @@ def local_files(patterns: Sequence[str]) -> list[str]:
         found = [path for path in found if os.path.isfile(path)]
         if not found:
             raise FileNotFoundError(
-                f"--files {pattern}: no such file; give paths of files, or a glob pattern such as "
+                f"--files {pattern}: no such file; pass paths of files, or a glob pattern such as "
                 f"'{pattern.rstrip('/')}/*.jsonl'"
             )
         paths += [path for path in found if path not in paths]
     kinds = {_kind(path): path for path in reversed(paths)}
     if len(kinds) > 1:
         raise ValueError(
-            f"--files mixes kinds ({' and '.join(kinds.values())}); prepare each kind on its own, "
-            "or convert one"
+            f"--files mixes file types ({' and '.join(kinds.values())}); prepare each type "
+            "separately, or convert one"
         )
     return paths
 
@@ -150,7 +150,7 @@ def _read(paths: list[str], by_line: bool) -> Iterator[dict[str, bytes]]:
             if getattr(error, "errno", None) is not None:
                 raise  # an I/O error, which names the file
             raise ValueError(
-                f"--files {path} is damaged or cut short ({error}); make or copy it again"
+                f"--files {path} is damaged or truncated ({error}); create or copy it again"
             ) from None
 
 
@@ -162,7 +162,7 @@ def _check_first_line(line: bytes, column: str, path: str) -> None:
         row = None
     if not isinstance(row, dict):
         raise ValueError(
-            f"{path} is not JSON lines: its first line is {text[:60]!r}, expected one object per "
+            f"{path} is not JSON lines: its first line is {text[:60]!r}; expected one object per "
             f'line, such as {{"{column}": "..."}}'
         )
     _check_column(column, list(row), path)
@@ -171,6 +171,6 @@ def _check_first_line(line: bytes, column: str, path: str) -> None:
 def _check_column(column: str, columns: list[str], where: str) -> None:
     if column not in columns:
         raise ValueError(
-            f"{where} has no column {column!r}; its columns are: {', '.join(columns[:20])}. Name "
-            "the one with the text with --text-column"
+            f"{where} has no column {column!r}; its columns are: {', '.join(columns[:20])}. Set "
+            "--text-column to the one with the text"
         )

@@ -61,8 +61,8 @@ class Scorer:
                 scores[filled] = self._losses([encoded[i] for i in filled])
             if not np.isfinite(scores[filled]).all():
                 raise ValueError(
-                    f"the reference model {self.name} gives a loss that is not finite; check its "
-                    "weights, or use another with --reference-model"
+                    f"the reference model {self.name} produces a loss that is not finite; check "
+                    "its weights, or choose another --reference-model"
                 )
         return scores
 
@@ -122,14 +122,14 @@ def check_reference(name: str, tokens: int) -> None:
     if folder.is_dir() and not any(p for kind in _WEIGHTS for p in folder.glob(kind)):
         raise FileNotFoundError(
             f"--reference-model {name} has no weights ({', '.join(_WEIGHTS)}); save the model "
-            "there, or name another"
+            "there, or choose another"
         )
     prefix_token(AutoTokenizer.from_pretrained(name), config, name, "--reference-model")
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is not None and tokens + 1 > context:
         raise ValueError(
-            f"perplexity_tokens={tokens}, and one token before them, do not fit the context of "
-            f"{name}, {context} tokens; choose at most {context - 1}"
+            f"perplexity_tokens={tokens} and one token before them do not fit the context of "
+            f"{name}, which has {context} tokens; choose at most {context - 1}"
         )
 
 
@@ -152,14 +152,14 @@ def prefix_token(
     if prefix is None:
         raise ValueError(
             f"the tokenizer of {name} has neither a bos_token nor an eos_token to put before a "
-            f"text; set one and save it, or give another {option}"
+            f"text; set one and save the tokenizer, or choose another {option}"
         )
     highest = max(tokenizer.vocab_size - 1, prefix)
     known = getattr(config.get_text_config(), "vocab_size", None)
     if known is not None and highest >= known:
         raise ValueError(
-            f"the tokenizer of {name} gives tokens up to {highest}, and the model knows {known}: "
-            "they do not belong together; save the model's own tokenizer beside it, or give "
-            f"another {option}"
+            f"the tokenizer of {name} produces tokens up to {highest}, but the model's vocabulary "
+            f"has {known} tokens: they do not match; save the model's own tokenizer in its "
+            f"directory, or choose another {option}"
         )
     return prefix

@@ -72,11 +72,11 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}; convert the "
-            "file, or take it out of the folder"
+            "file, or remove it from the folder"
         ) from None
     except (EOFError, lzma.LZMAError) as error:
         raise ValueError(
-            f"{path} is damaged or cut short ({error}); make or copy it again"
+            f"{path} is damaged or truncated ({error}); create or copy it again"
         ) from None
 
 

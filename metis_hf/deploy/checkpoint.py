@@ -139,8 +139,8 @@ def export_checkpoint(
             raise ValueError(f"{name}={value!r}; choose one of {', '.join(choices)}")
     if format == "compressed-tensors" and low_rank == "fold" and dtype != UNPACKED_DTYPE:
         raise ValueError(
-            f"dtype={dtype!r}: the compressed-tensors library unpacks to {UNPACKED_DTYPE} whatever "
-            "the rest is stored in, so this checkpoint would fail at its first forward pass; "
+            f"dtype={dtype!r}: the compressed-tensors library always unpacks to {UNPACKED_DTYPE}, "
+            "so this checkpoint would fail in its first forward pass; "
             f"choose {UNPACKED_DTYPE}. To compute in another dtype, load the checkpoint with that "
             "dtype and quantization_config=CompressedTensorsConfig(dequantize=True)"
         )
@@ -148,8 +148,8 @@ def export_checkpoint(
     check_free(out)
     if format != "compressed-tensors" and low_rank == "side-file":
         raise ValueError(
-            f'low_rank="side-file" is for format="compressed-tensors": format={format!r} has no '
-            'place for factors. Use low_rank="fold"'
+            f'low_rank="side-file" requires format="compressed-tensors"; format={format!r} cannot '
+            'store the factors. Use low_rank="fold"'
         )
     metrics = None if results is None else read_metrics(Path(results))
     windows = None if text is None else held_out_windows(checkpoint, Path(text))
@@ -161,14 +161,14 @@ def export_checkpoint(
             check_weights(model)
             if low_rank == "side-file" and has_packed_experts(model):
                 raise ValueError(
-                    'low_rank="side-file" has no place for the factors of fused experts; use '
+                    'low_rank="side-file" cannot store the factors of fused experts; use '
                     'low_rank="fold"'
                 )
             if low_rank == "side-file" and not split:
                 raise ValueError(
-                    'low_rank="side-file" needs weights that are split, and scheme '
+                    'low_rank="side-file" needs split weights, but scheme '
                     f"{model.config.quantization_config.scheme!r} with this checkpoint's config "
-                    'splits none; use low_rank="fold"'
+                    'does not split any; use low_rank="fold"'
                 )
         kind = _kind(model, format, low_rank)
         card = model_card(
@@ -278,8 +278,8 @@ def _write_packed(
     unfuse(dense, folded)
     notes += untie(dense, folded) + head_note(dense, folded)
     if reason is not None:
-        how = "Load with quantization_config=CompressedTensorsConfig(dequantize=True)"
-        lost = ", which leaves inputs as they are, or with metis_hf.load_packed" * bool(inputs)
+        how = "Load the export with quantization_config=CompressedTensorsConfig(dequantize=True)"
+        lost = ", which does not quantize inputs, or with metis_hf.load_packed" * bool(inputs)
         notes += (f"{reason} {how}{lost}.",)
     if windows is not None:
         held_out[REFERENCE] = _loss(dense, windows)

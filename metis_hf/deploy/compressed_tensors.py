@@ -174,18 +174,18 @@ def unsupported(layer: MetisLayer, expert: bool = False) -> str | None:
     if quantizer is None:
         return None
     if layer.conv1d and not expert:
-        return "a Conv1D, whose weight is stored transposed; the layout knows nn.Linear only"
+        return "it is a Conv1D, which stores its weight transposed"
     size = NVFP4.block_size
     assert size is not None
     if layer.in_features % size:
-        return f"in_features={layer.in_features} is no multiple of the block of {size}"
+        return f"in_features={layer.in_features} is not a multiple of the block size {size}"
     if quantizer.fmt != NVFP4 or quantizer.tile is Tile.TENSOR:
         return f"its weight is quantized to {quantizer.fmt.name} in tiles {quantizer.tile.value!r}"
     direct = layer.eval_scheme.fprop_weight.conditioner.is_direct
     if not direct and _dynamic_split(layer) is None:
-        return "its scheme transforms the weight around the quantizer"
+        return "its scheme transforms the weight before it is quantized"
     if isinstance(form := layer.weight_form, SplitWeight) and form.exact_factors:
-        return "its low-rank part stays in high precision, and the layout has none"
+        return "its low-rank part stays in high precision"
     if layer.weight_form.altered:
         return f"its weight is {layer.weight_form.altered} before it is quantized"
     return None
@@ -295,7 +295,7 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
     modules = dict(model.named_modules())
     for name, shape in description["layers"].items():  # names in the model, not in its files
         if name not in modules:
-            raise ValueError(f"{SIDE_FILE} has {name}, which {cls.__name__} has not")
+            raise ValueError(f"{SIDE_FILE} describes {name}, but {cls.__name__} has no such layer")
         with torch.no_grad():
             modules[name].weight.add_(_low_rank_of(name, shape, factors).dense())
     cast(model, dtype)
@@ -305,12 +305,14 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
 def _description(directory: Path) -> dict[str, Any]:
     path = directory / SIDE_FILE
     if not path.is_file():
-        raise ValueError(f"{directory} has no {SIDE_FILE}; it is no export with a side file")
+        raise ValueError(
+            f'{directory} has no {SIDE_FILE}; give an export with low_rank="side-file"'
+        )
     description = read_json(path)
     if description["format_version"] > LOW_RANK_VERSION:
         raise ValueError(
-            f"{path} has format_version {description['format_version']}, the installed metis_hf "
-            f"reads up to {LOW_RANK_VERSION}; upgrade metis_hf"
+            f"{path} has format_version {description['format_version']}, but the installed "
+            f"metis_hf reads only up to {LOW_RANK_VERSION}; upgrade metis_hf"
         )
     return description
 

@@ -25,26 +25,28 @@ from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedWeight
 
 OWN_SCALES = (
-    "Layers that engines run as one (query, key and value; gate and up) have tensor scales of "
-    "their own here. vLLM takes one for all of them and then computes wrong values: load this "
-    "checkpoint in transformers, or export it with shared scales."
+    "Layers that inference engines fuse (query, key and value; gate and up) each have their own "
+    "tensor scale in this checkpoint. vLLM uses one scale for all of them and computes wrong "
+    "values: load this checkpoint in transformers, or export it with shared scales."
 )
 NO_SHARED_SCALE = (
-    "Layers that engines run as one (query, key and value; gate and up) are packed under different "
-    "tensor scales here: the scheme of some has none. vLLM takes one for all of them and then "
-    "computes wrong values: load this checkpoint in transformers."
+    "Layers that inference engines fuse (query, key and value; gate and up) are packed under "
+    "different tensor scales in this checkpoint, because the scheme of some has no tensor scale. "
+    "vLLM uses one scale for all of them and computes wrong values: load this checkpoint in "
+    "transformers."
 )
 SHARED_SCALES = (
-    "Layers that engines run as one (query, key and value; gate and up) are packed under one "
-    "tensor scale. In training each had a scale of its own, so codes differ from those there."
+    "Layers that inference engines fuse (query, key and value; gate and up) are packed under one "
+    "shared tensor scale. In training each layer had its own scale, so some codes differ from "
+    "training."
 )
 NOT_SERVED = (OWN_SCALES, NO_SHARED_SCALE)
 
 MIXED_END = (
-    "vLLM refuses such a checkpoint: load this one with metis_hf.load_packed, or give these layers "
-    "one scheme."
+    "vLLM rejects such a checkpoint: load it with metis_hf.load_packed, or use the same scheme for "
+    "these layers."
 )
-MIXED = "Layers that engines run as one are quantized in several ways here: {1}, of {0}. "
+MIXED = "Layers that inference engines fuse are quantized in different ways in {0}: {1}. "
 
 
 @torch.no_grad()

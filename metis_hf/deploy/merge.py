@@ -85,10 +85,10 @@ def merge_packed(
         and layer.adapters_to_merge(adapter_names)
     }
     if not layers or not isinstance(model, PeftModel):
-        asked = "adapter" if adapter_names is None else f"adapter of {adapter_names}"
+        asked = "adapter" if adapter_names is None else f"adapter named {adapter_names}"
         raise ValueError(
-            f"{type(model).__name__} has no {asked} over a packed layer, so there is nothing to "
-            "quantize again; give what get_peft_model or PeftModel.from_pretrained returned"
+            f"{type(model).__name__} has no {asked} on a packed layer, so there is nothing to "
+            "merge; pass the model that get_peft_model or PeftModel.from_pretrained returned"
         )
     for layer in layers.values():
         for name in layer.adapters_to_merge(adapter_names):
@@ -101,11 +101,11 @@ def merge_packed(
     if not requantize:
         worst = max(report.layers, key=lambda each: each.error)
         raise ValueError(
-            f"merging quantizes {len(report.layers)} layers to NVFP4 again, an error of "
-            f"{report.mean_error:.2%} of a merged weight on average and {worst.error:.2%} in "
-            f"{worst.name}. Pass requantize=True to do so; or keep the adapter beside the base "
-            "(save_pretrained), or unpack the base first (metis_hf.to_dense(model), then "
-            "merge_and_unload)"
+            f"merging quantizes {len(report.layers)} layers to NVFP4 again, with an error of "
+            f"{report.mean_error:.2%} of the merged weight on average and {worst.error:.2%} in "
+            f"{worst.name}. Pass requantize=True to accept this error, keep the adapter separate "
+            "from the base (save_pretrained), or unpack the base first (metis_hf.to_dense(model), "
+            "then merge_and_unload)"
         )
     for name, layer in layers.items():
         layer.requantize = scales[name]

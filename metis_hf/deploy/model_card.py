@@ -39,24 +39,27 @@ _WHAT = {
     "Activations are not quantized.",
     "w4a4": "A model packed to NVFP4 in the compressed-tensors layout `nvfp4-pack-quantized`. The "
     "inputs of its packed layers are quantized too (W4A4), under calibrated tensor scales.",
-    "modelopt": "A model packed to NVFP4 as NVIDIA's ModelOpt lays it out; `hf_quant_config.json` "
-    "says which layers are packed, and whether their inputs are quantized too.",
+    "modelopt": "A model packed to NVFP4 in the layout of NVIDIA's ModelOpt. "
+    "`hf_quant_config.json` lists the packed layers and says whether their inputs are quantized "
+    "too.",
     "side-file": "The weights of a model whose converted linear layers compute in {precision}: "
     "residuals packed to NVFP4 in `residual/`, low-rank factors in `metis_low_rank.safetensors`. "
-    "The residuals alone are not the model.",
+    "The residuals alone are not a complete model.",
 }
-_NEEDS_LIBRARY = "Needs transformers and `pip install compressed-tensors`."
+_NEEDS_LIBRARY = "Requires transformers and compressed-tensors (`pip install compressed-tensors`)."
 _NEEDS = {
-    "dense": "Needs transformers alone.",
+    "dense": "Requires only transformers.",
     "compressed-tensors": _NEEDS_LIBRARY,
     "w4a4": _NEEDS_LIBRARY,
-    "modelopt": "For engines that read ModelOpt's checkpoints; transformers does not.",
-    "side-file": "`pip install metis-hf`; the compressed-tensors library is not needed.",
+    "modelopt": "Requires an inference engine that reads ModelOpt checkpoints; transformers does "
+    "not.",
+    "side-file": "Requires metis-hf (`pip install metis-hf`), but not the compressed-tensors "
+    "library.",
 }
 _CONVERSION = "## Conversion"
 _WHERE = (
-    "On GPUs with FP4 units (Blackwell) vLLM quantizes inputs as they were calibrated; on others "
-    "it runs the packed weights alone.\n\n"
+    "On GPUs with FP4 units (Blackwell), vLLM quantizes inputs with the calibrated scales; on "
+    "other GPUs, only the weights are quantized.\n\n"
 )
 
 
@@ -173,7 +176,9 @@ def read_metrics(path: Path) -> dict[str, Any]:
     """
     metrics = read_json(path)
     if not isinstance(metrics, dict):
-        raise ValueError(f"{path} holds no metrics; expected a JSON object of them by name")
+        raise ValueError(
+            f"{path} contains no metrics; expected a JSON object that maps names to numbers"
+        )
     return metrics
 
 

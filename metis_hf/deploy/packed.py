@@ -158,7 +158,7 @@ def _why_not_late(path: Path) -> str | None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     if has_fused_experts(model):
-        return "transformers does not read packed layers beside fused experts, nor those in them."
+        return "transformers does not read packed layers of models with fused experts."
     kinds = {
         name: type(module)
         for name, module in model.named_modules()
@@ -176,9 +176,7 @@ def why_not_late(model: PreTrainedModel, packed: Mapping[str, type[nn.Module]]) 
     """
     for kind in packed.values():
         if kind is not nn.Linear:
-            return (
-                f"The packed layers are {kind.__name__}, for which transformers has no packed form."
-            )
+            return f"The packed layers are {kind.__name__}, which transformers cannot keep packed."
     reads = {f".{name.rpartition('.')[2]}.weight" for name in packed}
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     for cls in dict.fromkeys(map(type, parts)):

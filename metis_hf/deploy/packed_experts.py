@@ -95,8 +95,8 @@ def expert_matrices(
         written = _in_files(model, packed).keys()
         if written != {f"{name}.weight_packed" for name in known.values()}:
             raise ValueError(
-                f"{experts}.{key}: transformers names the experts in files as {next(iter(saved))}, "
-                "which a packed checkpoint cannot follow; exclude the experts"
+                f"{experts}.{key}: transformers saves the experts as {next(iter(saved))}, "
+                "a name that packed tensors cannot use; exclude the experts"
             )
     return found
 
@@ -144,10 +144,10 @@ def experts_notes(model: nn.Module) -> tuple[str, ...]:
     if name is None:
         return ()
     packed = has_packed_experts(model)
-    how = "packed as linear layers of each expert" if packed else "not packed"
+    how = "packed as separate linear layers for each expert" if packed else "not packed"
     return (
         f"{name} has fused experts, which are {how}. metis_hf.load_packed reads such a checkpoint, "
-        "and transformers does not.",
+        "but transformers does not.",
     )
 
 
@@ -225,7 +225,7 @@ def unfuse_packed(
             missing = [index for index in range(weight.shape[0]) if (part, index) not in found]
             if missing:
                 raise ValueError(
-                    f"{where} has packed experts of {name}, and lacks {part} of expert "
+                    f"{where} has packed experts of {name} but lacks {part} of expert "
                     f"{missing[0]}; restore the files"
                 )
             with torch.device("meta"):

@@ -115,9 +115,9 @@ def read_scheme(config: Mapping[str, Any], where: str) -> PackedScheme:
     """
     if "swizzl" in json.dumps(config, default=str).lower():
         raise ValueError(
-            f"{where}: its quantization config says that block scales are swizzled for a kernel; "
-            "in a checkpoint they lie in rows, [o, i/16]. Export it again without preparing it "
-            "for a kernel"
+            f"{where}: its quantization config says that block scales are swizzled for a kernel, "
+            "but load_packed reads only scales in row order, [o, i/16]. Export the checkpoint "
+            "again without swizzling"
         )
     method = config.get("quant_method")
     if (
@@ -135,8 +135,8 @@ def _compressed(config: Mapping[str, Any], where: str) -> PackedScheme:
     groups = config.get("config_groups") or {}
     if config.get("transform_config"):
         raise ValueError(
-            f"{where} has a transform_config: its weights are rotated, and its inputs have to be "
-            f"rotated in every forward pass, which is not done here; {_READS}"
+            f"{where} has a transform_config: its weights are rotated, and its inputs would have "
+            f"to be rotated in every forward pass, which is not supported; {_READS}"
         )
     inputs: set[bool] = set()
     kinds: list[tuple[str, bool]] = []
@@ -152,7 +152,7 @@ def _compressed(config: Mapping[str, Any], where: str) -> PackedScheme:
         ):
             raise ValueError(
                 f"{where}: the input activations of {name} are {_said(activations)}; {_READS}, "
-                "with inputs in NVFP4 under a static tensor scale (dynamic: local) or not quantized"
+                "with unquantized inputs, or NVFP4 inputs with a static tensor scale (local)"
             )
         inputs.add(activations is not None)
         kinds += [(target, activations is not None) for target in group.get("targets") or ()]
@@ -190,7 +190,7 @@ def _modelopt(config: Mapping[str, Any], where: str) -> PackedScheme:
         if group.get("weights")
     }
     if sizes != {BLOCK}:
-        raise ValueError(f"{where}: group_size {sorted(sizes)}, and NVFP4 has blocks of {BLOCK}")
+        raise ValueError(f"{where} has group_size {sorted(sizes)}, but NVFP4 has blocks of {BLOCK}")
     dropped = tuple(
         f"{key}={details[key]!r}"
         for key in ("kv_cache_quant_algo", "kv_cache_scheme")
@@ -288,14 +288,14 @@ def check_layer(
     needed = names[: 4 if quantizes_input else 3]
     if missing := [f"{name}.{key}" for key in needed if key not in tensors]:
         raise ValueError(
-            f"the checkpoint lacks {', '.join(missing)}. Nothing can stand in for them; restore "
-            "the files, or correct the quantization config beside them"
+            f"the checkpoint lacks {', '.join(missing)}, which its quantization config "
+            "requires; restore the files, or correct the quantization config"
         )
     if other := sorted(tensors.keys() - {*names, *_BESIDE}):
         raise ValueError(
-            f"{name} has {', '.join(other)} beside its packed weight, which changes what the layer "
-            "computes in a way that load_packed does not know. Export it without (asymmetric "
-            "weights, AWQ and low-rank corrections are other formats)"
+            f"{name} has {', '.join(other)} in addition to its packed weight, which load_packed "
+            "does not support. Export the checkpoint without it (asymmetric weights, AWQ and "
+            "low-rank corrections are other formats)"
         )
     rows, columns = shape
     blocks = columns // BLOCK
@@ -312,13 +312,14 @@ def check_layer(
         if key == scale and stored.shape not in shapes and _is_swizzled(stored.shape, rows, blocks):
             raise ValueError(
                 f"{name}.{key} has shape {list(stored.shape)} for a weight of {rows} x {columns}: "
-                f"block scales that are padded or swizzled for a kernel. A checkpoint has them in "
-                f"rows, {[rows, blocks]}; export it again without preparing it for a kernel"
+                f"the block scales are padded or swizzled for a kernel, but load_packed reads only "
+                f"scales in row order, {[rows, blocks]}. Export the checkpoint again without "
+                "swizzling"
             )
         if stored.dtype != dtype or stored.shape not in shapes:
             raise ValueError(
                 f"{name}.{key} is {stored.dtype} {list(stored.shape)}; NVFP4 for a weight of "
-                f"{rows} x {columns} has {dtype} {list(shapes[0])} there"
+                f"{rows} x {columns} requires {dtype} {list(shapes[0])}"
             )
 
 
@@ -379,8 +380,8 @@ def _check_tensor_scale(name: str, scale: Tensor) -> None:
         if number > 0 and math.isfinite(number) and math.isfinite(1 / number):
             continue
         raise ValueError(
-            f"{name} is {number}; a tensor scale is a positive number. The checkpoint is "
-            "damaged, or was exported before it was calibrated: export it again"
+            f"{name} is {number}, but a tensor scale must be positive and finite. The checkpoint "
+            "is damaged, or was exported before it was calibrated; export it again"
         )
 
 
@@ -389,11 +390,11 @@ def _check_block_scales(name: str, scale: Tensor, codes: Callable[[], Tensor]) -
     if bad := int((bits >= 0x7F).sum()):  # 0x7f is NaN; 0x80 and above are negative
         raise ValueError(
             f"{name}: {bad} of {scale.numel()} block scales are NaN or negative. The checkpoint is "
-            "damaged, or the weights that it was made of were not finite: export it again"
+            "damaged, or was exported from weights with NaN or inf; export it again"
         )
     if not bool(bits.any()) and bool((codes() & 0x77).any()):
         raise ValueError(
-            f"{name}: all {scale.numel()} block scales are zero and the codes are not, so the "
-            "weight would be zero. The checkpoint is damaged or incomplete: restore the files or "
+            f"{name}: all {scale.numel()} block scales are zero but the codes are not, so the "
+            "weight would be zero. The checkpoint is damaged or incomplete; restore the files or "
             "export it again"
         )

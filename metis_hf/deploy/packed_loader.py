@@ -138,8 +138,8 @@ class PackedLoader(HfQuantizer):
         files = kwargs.get("checkpoint_files") or []
         if not files or not all(str(path).endswith(".safetensors") for path in files):
             raise ValueError(
-                f"{config.where}: packed weights are read from safetensors files, and there are "
-                "none; give a directory or repository that has them"
+                f"{config.where} has no safetensors files, which packed weights are read from; "
+                "give a directory or repository that has them"
             )
         # Imported here to avoid a cycle through transformers' models.
         from metis_hf.deploy.packed_experts import ExpertNames, unfuse_packed
@@ -209,7 +209,7 @@ class PackedLoader(HfQuantizer):
         if config.scheme.dropped:
             warnings.warn(
                 f"{config.where} also has {', '.join(config.scheme.dropped)}, which is not "
-                "emulated, and which save_pretrained leaves out",
+                "emulated and which save_pretrained omits",
                 stacklevel=2,
             )
         return model
@@ -221,10 +221,10 @@ class PackedLoader(HfQuantizer):
         adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
         if model.dtype is not UNPACKED and not adapters_alone:
             raise ValueError(
-                f"{self.quantization_config.where} was loaded in {model.dtype}, and readers of the "
-                f"layout unpack weights to {UNPACKED} whatever the rest is in: what is saved would "
-                "fail at its first forward pass. Save model.to(torch.bfloat16), which load_packed "
-                "reads in any dtype"
+                f"{self.quantization_config.where} was loaded in {model.dtype}, but readers of "
+                f"this layout always unpack weights to {UNPACKED}, so the saved checkpoint would "
+                "fail in its first forward pass. Save model.to(torch.bfloat16), which load_packed "
+                "can load in any dtype"
             )
         return super().get_state_dict_and_metadata(model)
 
@@ -310,9 +310,10 @@ def _in_model(
         )
         if merged is not None or ".experts." in f".{name}.":
             raise ValueError(
-                f"{where}: {name} belongs to what the model holds as one fused tensor ({key}; "
-                "experts, mostly), and packed layers stand for linear layers only. Load it dense "
-                "(CompressedTensorsConfig(dequantize=True)), or leave it out when quantizing"
+                f"{where}: {name} is packed, but it is part of a fused tensor of the model ({key}; "
+                "usually experts), and load_packed keeps only linear layers packed. Load the "
+                "checkpoint dense (CompressedTensorsConfig(dequantize=True)), or exclude this "
+                "layer when quantizing"
             )
         target = key.removesuffix(".weight")
         try:
@@ -321,20 +322,20 @@ def _in_model(
             continue  # a head that this class lacks; transformers reports it
         if not isinstance(module, nn.Linear) or why_not_plain(module) is not None:
             raise ValueError(
-                f"{where}: {name} is packed and the model has a {type(module).__name__} there; "
-                "packed layers stand for plain linear layers only. Leave it out when quantizing"
+                f"{where}: {name} is packed, but it is a {type(module).__name__} in the model, and "
+                "load_packed keeps only plain linear layers packed. Exclude it when quantizing"
             )
         if key in tied:
             raise ValueError(
-                f"{where}: {name} is packed, and the config ties its weight to another's "
-                "(tie_word_embeddings). One of the two is wrong: set tie_word_embeddings=False if "
-                "both were saved"
+                f"{where}: {name} is packed, but the config ties its weight to another weight "
+                "(tie_word_embeddings). One of the two is wrong; set tie_word_embeddings=False if "
+                "both weights were saved"
             )
         found[target] = tensors
     if not found:
         raise ValueError(
-            f"{where} has packed layers ({next(iter(packed))}, ..), of which "
-            f"{type(model).__name__} has none; load it as the class that config.json names"
+            f"{where} has packed layers ({next(iter(packed))}, ..), but "
+            f"{type(model).__name__} has none of them; load it as the class that config.json names"
         )
     return found, experts
 

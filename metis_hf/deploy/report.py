@@ -17,10 +17,10 @@ from metis_hf.shared.layer_names import group_of
 REFERENCE = "dense"  # loss differences are relative to this one
 CONVERTED = "converted"
 _MODELS = {
-    REFERENCE: "dense: the represented weights, nothing quantized",
-    CONVERTED: "converted: in its scheme, as it evaluates",
+    REFERENCE: "dense: the represented weights, unquantized",
+    CONVERTED: "converted: the model as it evaluates in its scheme",
     "fold": "fold: packed, low-rank part folded in",
-    "side-file": "side-file: packed, low-rank part beside it",
+    "side-file": "side-file: packed, low-rank part in a side file",
 }
 
 
@@ -138,7 +138,7 @@ LOSS_HEADER = ("Held-out loss", "nats per token", f"difference to {REFERENCE}")
 def loss_rows(report: ExportReport) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of the loss table, under `LOSS_HEADER`."""
     for name, loss in report.held_out.items():
-        shown = _MODELS.get(name, f"{name}: as it is stored")
+        shown = _MODELS.get(name, f"{name}: as stored")
         if name == "fold" and report.low_rank is None:
             shown = "packed"
         yield shown, f"{loss:.4f}", f"{loss - report.held_out[REFERENCE]:+.4f}"
@@ -146,14 +146,14 @@ def loss_rows(report: ExportReport) -> Iterator[tuple[str, str, str]]:
 
 def report_section(report: ExportReport) -> str:
     """Return the report as a markdown section of the model card."""
-    packed = f"{len(report.packed)} layers are packed to 4.5 bits a weight, all else is"
+    packed = f"{len(report.packed)} layers are packed to 4.5 bits per weight, the rest is"
     lines = [
         "## What the export costs",
         "",
-        f"{report.bytes:,} bytes of weights: {packed if report.packed else 'they are'} in "
+        f"{report.bytes:,} bytes of weights: {packed if report.packed else 'all'} in "
         f"{report.dtype}.",
         "",
-        "Relative errors of the weights against those that the checkpoint represents.",
+        "Errors of the exported weights relative to those that the checkpoint represents.",
         "",
         f"| {' | '.join(HEADER)} |",
         "| --- | --- | ---: | ---: | ---: | ---: |",

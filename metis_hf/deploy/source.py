@@ -67,13 +67,13 @@ def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
     method = quantization_of(model_config(path))
     if method is None:
         raise ValueError(
-            f"{path} is no Metis checkpoint but a plain checkpoint; there is nothing to export. To "
-            "quantize it: metis-hf export --calibrate TEXT --format compressed-tensors (W4A4), or "
-            "--scheme w4a16 in place of a text"
+            f"{path} is a plain checkpoint, not a Metis checkpoint; there is nothing to export. To "
+            "quantize it, run metis-hf export --format compressed-tensors with --calibrate TEXT "
+            "(W4A4) or --scheme w4a16"
         )
     if method != MetisConfig.quant_method:
         kind = f"quantized by {method!r}"
-        raise ValueError(f"{path} is no Metis checkpoint but {kind}; there is nothing to export")
+        raise ValueError(f"{path} is {kind}, not a Metis checkpoint; there is nothing to export")
     return load_model(path)
 
 
@@ -103,7 +103,7 @@ def model_config(checkpoint: str | Path) -> PreTrainedConfig:
     file = Path(checkpoint, "config.json")
     if file.is_file():
         if not isinstance(written := read_json(file), dict):
-            raise ValueError(f"{file} holds no JSON object, as save_pretrained writes it")
+            raise ValueError(f"{file} does not contain a JSON object as save_pretrained writes it")
         check_sizes(written, file)
     if Path(checkpoint).is_dir():
         refuse_links(checkpoint)
@@ -122,7 +122,7 @@ def model_class(config: Any, checkpoint: str | Path) -> type[PreTrainedModel]:
     found = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(
-            f"{checkpoint}: transformers has no model {shown(name)}, which its config names"
+            f"{checkpoint}: its config names the class {shown(name)}, which transformers lacks"
         )
     return found
 
@@ -153,8 +153,8 @@ def held_out_windows(checkpoint: str | Path, text: Path) -> list[Tensor]:
     cls = model_class(config, checkpoint)
     if not cls.can_generate() or config.is_encoder_decoder:
         raise ValueError(
-            f"{cls.__name__} is no causal language model, so it has no held-out loss; leave the "
-            "text out"
+            f"{cls.__name__} is not a causal language model, so its held-out loss cannot be "
+            "measured; omit the text"
         )
     tokenizer = read_tokenizer(checkpoint)
     tokens = [token for document in read_tokens(text, tokenizer) for token in document]
@@ -209,14 +209,14 @@ def copy_companions(checkpoint: str | Path, out: Path) -> None:
 
 
 _INSTEAD = (
-    "Leave it out when the model is converted (modules_to_not_convert; --exclude where the export "
-    "quantizes it), or convert it and use format='dense'"
+    "Exclude it when converting the model (modules_to_not_convert, or --exclude if the export "
+    "quantizes it), or use format='dense'"
 )
 
 
 _SOME_EXPERTS = (
-    "not quantized, while others of these experts are; engines run all experts of a layer as one. "
-    "Leave all out when the model is converted (modules_to_not_convert, --exclude), or none"
+    "not quantized, while other weights of these experts are; engines fuse all experts of a layer. "
+    "Exclude all of them when converting the model (modules_to_not_convert, --exclude), or none"
 )
 
 
@@ -270,10 +270,10 @@ def check_weights(model: nn.Module) -> None:
             raise ValueError(
                 f"{name}: its tensor scales are not calibrated. Export with --calibrate TEXT "
                 "(metis-hf export), or load the checkpoint, call metis_hf.calibrate(model, "
-                "batches) (or freeze_scales(model) after training), save it and export that"
+                "batches) (or freeze_scales(model) after training), save it and export the result"
             )
         if weight_quantizer(layer) is not None and not represented(layer).isfinite().all():
             raise ValueError(
-                f"{name}: its weight has NaN or inf, which cannot be packed; the training has "
+                f"{name}: its weight has NaN or inf, which cannot be packed; training "
                 "diverged, or the checkpoint is damaged. Export an earlier checkpoint"
             )

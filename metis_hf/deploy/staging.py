@@ -97,7 +97,9 @@ def _was_moved(path: Path, stage: Path) -> bool:
 def _held(out: Path, stage: Path) -> Iterator[None]:
     """Lock and empty a staging directory for the block, then remove it."""
     if stage.is_symlink() or (stage.exists() and not _is_stage(stage)):
-        raise ValueError(f"{stage} is in the way, and no export made it; remove or rename it")
+        raise ValueError(
+            f"{stage} is in the way and was not created by an export; remove or rename it"
+        )
     with hold(stage / LOCK_FILE, what=out):
         try:
             if stage.parent == out:

@@ -50,8 +50,8 @@ def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
     tied.clear()
     others = ", ".join(other for other in shared[found[0]] if other != found[0])
     return (
-        f"{found[0]} is packed in four bits, and {others}, which had the same weight, is not, as "
-        "in training. So the two are stored apart and the config says tie_word_embeddings=false.",
+        f"{found[0]} is packed in four bits, but {others}, which shared its weight, is not, as in "
+        "training. They are stored separately, and the config has tie_word_embeddings=false.",
     )
 
 
@@ -65,7 +65,8 @@ def head_note(model: PreTrainedModel, packed: Container[str]) -> tuple[str, ...]
     head = model.get_output_embeddings()
     names = (name for name, module in model.named_modules() if module is head and name in packed)
     return tuple(
-        f"{name} is the output head and is packed in four bits, which not every engine reads. "
-        "Leave it out when the model is converted, or by --exclude where the export quantizes."
+        f"{name} is the output head and is packed in four bits, which not every engine supports. "
+        "To keep it dense, exclude it when converting the model, or with --exclude if the export "
+        "quantizes it."
         for name in names
     )

@@ -64,7 +64,8 @@ class Calibration:
                 raise ValueError(f"{name}={value!r}; choose one of {', '.join(known)}")
         if self.sequences < 1 or self.length < 2:
             raise ValueError(
-                f"{self.sequences} sequences of {self.length} tokens; expected at least 1 of 2"
+                f"cannot calibrate on {self.sequences} sequences of {self.length} tokens; use at "
+                "least 1 sequence of 2 tokens"
             )
 
 
@@ -96,7 +97,8 @@ def calibrated_model(
     method = quantization_of(config)
     if method not in (None, MetisConfig.quant_method):
         raise ValueError(
-            f"{checkpoint} is quantized by {method!r} already; give the model that it was made of"
+            f"{checkpoint} is already quantized with {method!r}; give the model that it was made "
+            "from"
         )
     reads = _quantizes_inputs(config, calibration)
     rows = calibration_rows(config, checkpoint, calibration) if reads else None
@@ -126,8 +128,8 @@ def calibrated_model(
         scales = calibrate(model, shown(), method=calibration.method)
     if unseen := [name for name, scale in scales.items() if scale.input_amax and not scale.largest]:
         report(
-            f"{len(unseen)} layers of experts saw no token and take the scale of inputs that the "
-            f"other experts of their layer have: {some(unseen, 1)}"
+            f"{len(unseen)} expert layers saw no token and use the input scale of the other "
+            f"experts in their layer: {some(unseen, 1)}"
         )
     nn.Module.to(model, "cpu")
     return model
@@ -142,8 +144,8 @@ def _convert(
         for name, value in (("scheme", scheme), ("exclude", list(exclude))):
             if value:
                 raise ValueError(
-                    f"{name}={value!r}, and the checkpoint has static scales in scheme "
-                    f"{_config(model).scheme!r} already; leave {name} out"
+                    f"{name}={value!r} cannot apply, because the checkpoint already has static "
+                    f"scales in scheme {_config(model).scheme!r}; leave {name} out"
                 )
         return
     config = MetisConfig(scheme=scheme or SCHEMES[0])
@@ -157,7 +159,7 @@ def _convert(
             fused = (re.sub(r"\.metis_(\w+)\.\d+$", r".\1", name) for name in kept)
             names = (*(config.modules_to_not_convert or ()), *dict.fromkeys(map(re.escape, fused)))
             config = replace(config, modules_to_not_convert=names)
-            report(f"in high precision, as scheme_pattern had them: {some(kept, 1)}")
+            report(f"kept in high precision, as scheme_pattern had set them: {some(kept, 1)}")
         to_dense(model)
     if exclude:
         kept_out = (*(config.modules_to_not_convert or ()), *exclude)
@@ -207,14 +209,16 @@ def calibration_rows(
     """
     if calibration.text is None:
         raise ValueError(
-            "the inputs of this model's layers are quantized too, so their scales need a text to "
-            "be found on: give --calibrate TEXT, or --scheme w4a16 for weights alone"
+            "this model's layers also quantize their inputs, and the input scales must be "
+            "calibrated on a text; give --calibrate TEXT, or --scheme w4a16 to quantize only the "
+            "weights"
         )
     cls = model_class(config, checkpoint)
     if not _reads_tokens(config, cls):
         raise ValueError(
-            f"{cls.__name__} does not read token ids alone; calibrate it in a script: "
-            "metis_hf.calibrate(model, batches) with its own arguments, save it and export that"
+            f"{cls.__name__} needs inputs other than token ids; calibrate it in a script: call "
+            "metis_hf.calibrate(model, batches) with batches of its inputs, then save and export "
+            "the model"
         )
     of_text = config.get_text_config(decoder=True)
     context = getattr(of_text, "max_position_embeddings", None) or calibration.length

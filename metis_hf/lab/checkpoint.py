@@ -104,12 +104,12 @@ class Checkpoint:
         if self.scheme == COMPRESSED and without:
             raise ValueError(
                 f"{self.path} is packed in the {COMPRESSED} layout, and the library that unpacks "
-                "it is not installed; pip install compressed-tensors, or evaluate the checkpoint "
-                "that it was exported from"
+                "it is not installed; run pip install compressed-tensors, or evaluate the "
+                "checkpoint that it was exported from"
             )
         if asked == "dense" and self._by_others:
             raise ValueError(
-                f"{self.path} holds weights in {self.scheme} only, no dense ones; use --precision "
+                f"{self.path} contains {self.scheme} weights only, no dense ones; use --precision "
                 "scheme, or evaluate the checkpoint that it was exported from"
             )
 
@@ -148,9 +148,9 @@ class Checkpoint:
             )
         if (field := looking_ahead(config)) is not None:
             raise ValueError(
-                f"{self.path} is a {config.model_type} encoder: a token sees those after "
-                f"it, and so has nothing to predict; the tasks need a causal language model, whose "
-                f"config.json has {field}: true"
+                f"{self.path} is a {config.model_type} encoder: each token attends to later "
+                "tokens, so there is nothing to predict; the tasks need a causal language model, "
+                f"with {field}: true in its config.json"
             )
         return config
 
@@ -187,8 +187,8 @@ class Checkpoint:
         if any(group.get("input_activations") for group in groups.values()):
             raise ValueError(
                 f"{self.path} quantizes inputs ({self.quantization.get('format')}), which the "
-                f"compressed-tensors library does in bfloat16 alone, not in {dtype}; leave --dtype "
-                "out or ask for bfloat16"
+                f"compressed-tensors library supports only in bfloat16, not in {dtype}; leave "
+                "--dtype out or set it to bfloat16"
             )
 
     @property
@@ -201,15 +201,16 @@ class Checkpoint:
         place = next((each for each in places if _has_tokenizer(each)), places[-1])
         if not _has_tokenizer(place):
             raise ValueError(
-                f"{place} holds no tokenizer; save it there with tokenizer.save_pretrained("
-                f"{str(place)!r}), pass processing_class=tokenizer to the Trainer so that its "
-                "checkpoints hold it, or name a directory that has it with --tokenizer"
+                f"{place} contains no tokenizer; save one there with "
+                f"tokenizer.save_pretrained({str(place)!r}), pass processing_class=tokenizer to "
+                "the Trainer so that its checkpoints include it, or name a directory that has one "
+                "with --tokenizer"
             )
         files = [*sorted(place.glob("*token*.json")), *place.glob("vocab.json")]
         reason = next(filter(None, map(file_damage, files)), None)
         if reason is not None:
             raise ValueError(
-                f"{place}: {reason}, as a process that ends while it saves leaves it; save the "
+                f"{place}: {reason}, probably because a process ended while saving; save the "
                 f"tokenizer again with tokenizer.save_pretrained({str(place)!r})"
             )
         with reading(place):

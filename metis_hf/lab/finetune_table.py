@@ -137,5 +137,7 @@ def different_code(run: Run) -> str:
         if outcome.code is not None:
             found.setdefault(outcome.code, []).append(outcome.method)
     said = "; ".join(f"{code}: {', '.join(methods)}" for code, methods in found.items())
-    start = "Methods of different code or torch, whose losses differ by that too."
+    start = (
+        "These methods ran with different code or torch versions, which also affects their losses."
+    )
     return f"\n{start} {said}.\n" if len(found) > 1 else ""

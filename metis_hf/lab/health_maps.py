@@ -57,51 +57,52 @@ class Panel:
 
 PANELS = (
     Panel("stable_rank", "Stable rank", r"$\|x\|_F^2 / \sigma_1^2$",
-          "Good: tens or hundreds, near a quarter of the short side, which a square matrix of "
-          "independent normal values has. Bad (bright): towards 1, where a single direction "
-          "carries the tensor and sets the scale of every block that it meets.",
+          "Good: tens or hundreds, up to about a quarter of the shorter side, the value for a "
+          "square matrix of independent normal values. Bad (bright): close to 1, where a single "
+          "direction dominates the tensor and sets the scale of every block that it touches.",
           ((1.0, "1: a single direction"),), log=True, colors="viridis_r"),
     Panel("energy", "Energy of the low-rank part", "of the squared norm",
-          "What the spectral split keeps apart. Where a scheme does not split a tensor, what a "
-          "split of the same rank would. Good (blue): half and more; the residual has the rest. "
-          "A few percent: no directions to speak of are kept. No harm to a tensor of high stable "
-          "rank, which has none, and bad for one of low stable rank.",
+          "The share that the spectral split separates from the residual; for a tensor that the "
+          "scheme does not split, the share that a split of the same rank would separate. Good "
+          "(blue): half or more. A few percent means that no direction stands out: harmless for a "
+          "tensor of high stable rank, bad for one of low stable rank.",
           ((0.5, "half of it"),), share=True),
     Panel("narrowing", "Narrowing of the residual", "max |x| / max |residual|",
-          "How much range the spectral split takes away. Where a scheme does not split a tensor, "
-          "how much a split of the same rank would. Good (blue): 2 and more, where the split "
-          "saves a bit of range. At 1 it takes nothing away: no harm to a tensor of high stable "
-          "rank, and bad for one of low stable rank.",
-          ((1.0, "1: nothing taken away"),), log=True),
+          "How much the spectral split narrows the range; for a tensor that the scheme does not "
+          "split, how much a split of the same rank would. Good (blue): 2 or more, where the "
+          "split saves at least one bit of range. At 1 the split saves nothing: harmless for a "
+          "tensor of high stable rank, bad for one of low stable rank.",
+          ((1.0, "1: nothing saved"),), log=True),
     Panel("sqnr_db", "SQNR", "signal to quantization noise, dB",
-          f"Of the operand as the GEMM gets it. Good: {SQNR_NEAREST} dB and more, which is what "
-          f"direct NVFP4 gives for normal values rounded to nearest; {SQNR_STOCHASTIC} dB is its "
-          "like with stochastic rounding, usual for gradients. Bad (red): below both. Every "
-          "6 dB less doubles the error.",
+          f"Measured on the operand as the GEMM reads it. Good: {SQNR_NEAREST} dB or more, the "
+          "value of direct NVFP4 for normal values rounded to nearest; with stochastic rounding, "
+          f"usual for gradients, it is {SQNR_STOCHASTIC} dB. Bad (red): below both. Every 6 dB "
+          "lost doubles the error.",
           ((SQNR_NEAREST, f"{SQNR_NEAREST} dB: normal values, nearest"),
            (SQNR_STOCHASTIC, f"{SQNR_STOCHASTIC} dB: stochastic"))),
     Panel("zeroed", "Zeroed share", "of the non-zero elements",
-          f"Elements that quantization turns to zero. Good: about {ZEROED:.1%}, as of normal "
-          "values in direct NVFP4. Bad (red): several times as much, since outliers set the "
-          "scales and small values vanish beside them.",
+          f"Nonzero elements that quantization rounds to zero. Good: about {ZEROED:.1%}, as for "
+          "normal values in direct NVFP4. Bad (red): several times as much, because outliers set "
+          "the scales and small values underflow.",
           ((ZEROED, f"{ZEROED:.1%}: normal values"),), share=True, colors="RdBu_r"),
     Panel("saturated", "Saturated share", "of the elements",
-          f"Elements beyond the largest value that their block can hold. Good: {SATURATED:.1%} and "
-          "less, as of normal values where scales are rounded to nearest; zero where they are "
-          "rounded up. Bad (red): clearly more, since what is cut off is the largest.",
+          "Elements beyond the largest value that their block can represent. Good: "
+          f"{SATURATED:.1%} or less, as for normal values when scales are rounded to nearest; "
+          "zero when scales are rounded up. Bad (red): clearly more, because the largest values "
+          "are clipped.",
           ((SATURATED, f"{SATURATED:.1%}: normal values"),), share=True, colors="RdBu_r"),
     Panel("orthogonality", "Orthogonality drift", "max |uᵀu - I|, |vh vhᵀ - I|",
-          "How far training has moved the stored factors from orthonormal ones; a refresh brings "
-          f"them back. Good: below {ORTHOGONAL:g}, the rounding of fp32. Bad (bright): near "
-          f"{RELATIVE_ERROR}, as large as the error of NVFP4: refresh more often.",
+          "How far training has moved the stored factors from orthonormality; a refresh restores "
+          f"it. Good: below {ORTHOGONAL:g}, the rounding error of fp32. Bad (bright): near "
+          f"{RELATIVE_ERROR}, as large as the error of NVFP4; refresh more often.",
           ((ORTHOGONAL, "fp32 rounding"), (RELATIVE_ERROR, "error of NVFP4")), log=True,
           tensors=("weight",), colors="magma"),
     Panel(_RATIO, "Gradient against quantization noise", r"$|G| / (\sqrt{3}\ |G_q - G|)$",
-          "The gradient of each weight as its layer computes it from quantized operands, against "
-          "the same product of unquantized ones, in the first micro-batch of the step on the first "
-          "process; noise that reaches a layer from other layers is not in it. Good: well above 1. "
-          "Bad (red): below 1, where by arXiv 2505.19115 quantized training becomes less "
-          "effective.", ((1.0, "1: gradient = √3 noise"),), log=True,
+          "The gradient of each weight relative to its quantization noise: the difference between "
+          "the layer's product of quantized operands and the same product of unquantized ones, in "
+          "the first micro-batch of the step on the first process. Noise from other layers is not "
+          "included. Good: well above 1. Bad (red): below 1, where quantized training becomes "
+          "less effective (arXiv 2505.19115).", ((1.0, "1: gradient = √3 noise"),), log=True,
           tensors=(_PRODUCT,)),
 )  # fmt: skip
 

@@ -25,10 +25,10 @@ from metis_hf.training.reference_values import (
 _WORST = 3  # layers that a finding names
 _ALWAYS_SHOWN = ("scheme", "rank_frac", "seed")  # settings listed even at their defaults
 _CURVES_TEXT = (
-    f"Training loss above the {CONTROL} run's at the same step, of the same seed if there is one, "
-    "as a moving average (in the table: the mean of the last tenth), and held-out loss. A gap says "
-    "something where both runs have the same model, data and batch. Good: a gap that stays flat. "
-    "Bad: one that grows."
+    f"Training loss above the loss of the {CONTROL} run at the same step (with the same seed, if "
+    "there is such a run), as a moving average (in the table: the mean of the last tenth), and "
+    "held-out loss. A gap is meaningful only if both runs have the same model, data and batch. "
+    "Good: a gap that stays flat. Bad: a gap that grows."
 )
 
 
@@ -49,9 +49,12 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
         ValueError: no directory is given, or `out` is a directory.
     """
     if not paths:
-        raise ValueError("no run to report on; give the directory of one")
+        raise ValueError("no run to report on; give the directory of a run")
     if out is not None and out.is_dir():
-        raise ValueError(f"{out} is a directory; give the page's file, as in {out / 'report.html'}")
+        raise ValueError(
+            f"{out} is a directory; give a file name for the page, for example "
+            f"{out / 'report.html'}"
+        )
     runs, left_out = read_runs(paths)
     alone = len(runs) == 1 and not left_out
     page = run_page(runs[0]) if alone else table_page(runs, left_out)
@@ -75,11 +78,12 @@ def run_page(run: RunRecord) -> Page:
     if run.layers:
         page.section(
             "Layers over time",
-            "A row for each layer, by kind and in model order; a column for each measured step. "
-            "Gray: not measured. A red cross: the tensor has NaN or infinity. A tensor that was "
-            "not measured, or whose share was zero throughout, has no map. Lines on a scale of "
-            "colors mark plain data: independent normal values, rounded directly to NVFP4. Where "
-            "colors part at a line, blue is better and red is worse.",
+            "Each row is a layer, grouped by kind and in model order; each column is a measured "
+            "step. Gray: not measured. Red cross: the tensor contains NaN or infinity. A tensor "
+            "that was never measured, or whose share was always zero, has no map. Lines on a "
+            "color scale mark reference values, mostly for independent normal values quantized "
+            "directly to NVFP4. Where the colors diverge at a line, blue is better and red is "
+            "worse.",
         )
         for panel in PANELS:
             picture = heat_map_of(run, panel)
@@ -105,7 +109,7 @@ def table_page(runs: Sequence[RunRecord], left_out: Sequence[str]) -> Page:
               "last training loss", f"training loss above {CONTROL} (%)", "steps",
               "lowest SQNR (dB)", "steps not finite", "FP4", "refreshes", "noise crosses at",
               "directory"]  # fmt: skip
-    page.section("Runs", "A click on a column's head sorts by it.")
+    page.section("Runs", "Click a column header to sort by it.")
     page.table(header, [_row(run, gaps_to_control(run, runs)) for run in runs])
     picture = curves_figure(runs)
     if picture is not None:
@@ -174,8 +178,8 @@ def _about_nan(run: RunRecord) -> str:
         return "All logged losses and all measured tensors are finite."
     first = next(iter(bad))
     return (
-        f"NaN or infinity at {len(bad)} of the logged and measured steps, first at step {first:,}: "
-        f"{some(bad[first], 6)}. Layers are named in the order of the computation, the likely "
+        f"NaN or infinity at {len(bad)} of the logged and measured steps, first at step "
+        f"{first:,}: {some(bad[first], 6)}. Layers are listed in order of computation, the likely "
         "origin first."
     )
 
@@ -184,21 +188,21 @@ def _about_noise(run: RunRecord) -> str:
     """Return a sentence that says where gradient / (√3 noise) crosses 1."""
     crossing = run.crossing()
     if crossing is None:
-        why = "the records have no norms of gradient and noise"
+        why = "the records contain no gradient and noise norms"
         if not run.quantized:
-            why = "no quantized GEMM makes a weight's gradient in this run, as nothing is quantized"
+            why = "nothing is quantized in this run"
         return f"The gradient was not measured against quantization noise: {why}."
     if crossing.step is None:
-        return "The gradient of all layers does not fall below √3 times its quantization noise."
+        return "The gradient over all layers never falls below √3 times its quantization noise."
     if crossing.from_start:
         return (
-            "The gradient of all layers is below √3 times its quantization noise from the first "
-            "measurement on (arXiv 2505.19115: quantized training is less effective there)."
+            "The gradient over all layers is below √3 times its quantization noise from the first "
+            "measurement on, where quantized training is less effective (arXiv 2505.19115)."
         )
     return (
-        f"The gradient of all layers falls below √3 times its quantization noise at step "
-        f"{crossing.step:,} and stays there (median of three measurements). From there on, by "
-        "arXiv 2505.19115, quantized training is less effective."
+        "The gradient over all layers falls below √3 times its quantization noise at step "
+        f"{crossing.step:,} and stays there (median of three measurements). From that step on, "
+        "quantized training is less effective (arXiv 2505.19115)."
     )
 
 
@@ -217,17 +221,20 @@ def _about_refreshes(run: RunRecord) -> str:
     if not run.refreshes:
         return ""
     step, layers = max(run.refreshes.items())
-    text = f"The weights' split was refreshed {len(run.refreshes)} times, last at step {step:,}"
+    text = (
+        f"The split of the weights was refreshed {len(run.refreshes)} times, most recently at "
+        f"step {step:,}"
+    )
     moments = [layer for layer in layers.values() if layer]
-    text += f", where {len(layers)} weights were decomposed again."
+    text += f", when {len(layers)} weights were decomposed again."
     if moments:
         before, after = (
             max(moment[name]["orthogonality"] for moment in moments) for name in ("before", "after")
         )
         text += (
-            f" The largest drift from orthonormal factors was {before:.2g} before it and "
-            f"{after:.2g} after it. Good: {ORTHOGONAL:g} after it. Bad: near {RELATIVE_ERROR} "
-            "before it, the error of NVFP4: refresh more often."
+            f" The largest drift from orthonormal factors was {before:.2g} before that refresh "
+            f"and {after:.2g} after it. Good: {ORTHOGONAL:g} after a refresh. Bad: near "
+            f"{RELATIVE_ERROR} before one, as large as the error of NVFP4; refresh more often."
         )
     return text
 
@@ -260,7 +267,11 @@ def _add_setup(page: Page, run: RunRecord) -> None:
     facts |= {name: v for name, v in run.environment.items() if name != "versions" and v}
     if facts:
         rows = [[Cell(str(name)), Cell(_text(value))] for name, value in facts.items()]
-        page.table(["setting", "value"], rows, "What differs from the defaults, and the software.")
+        page.table(
+            ["setting", "value"],
+            rows,
+            "Settings that differ from the defaults, and software versions.",
+        )
 
 
 def _text(value: Any) -> str:

@@ -48,7 +48,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path} is not a directory; name a checkpoint (a directory with config.json) or a "
-            "run that holds model/ or checkpoint-<step>"
+            "run that contains model/ or checkpoint-<step>"
         )
     with reading(path):
         return _open_checkpoint(path)
@@ -58,7 +58,7 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     _refuse_side_file(path)
     place = _place(path)
     if place is None:
-        raise ValueError(f"{path} holds no checkpoint (config.json and weights){_hint(path)}")
+        raise ValueError(f"{path} contains no checkpoint (config.json and weights){_hint(path)}")
     refuse_links(place, path)
     if not (place / CONFIG_FILE).is_file():
         return _open_adapter(place)
@@ -68,21 +68,21 @@ def _open_checkpoint(path: Path) -> Checkpoint:
         quantization.get("quant_method", ""), str | None
     ):
         raise ValueError(
-            f"{place / CONFIG_FILE} is no config of a model, a JSON object as save_pretrained "
-            "writes it"
+            f"{place / CONFIG_FILE} is not a model config; expected a JSON object as "
+            "save_pretrained writes it"
         )
     check_sizes(config, place / CONFIG_FILE)
     checkpoint = Checkpoint(place, _label(place, 0), quantization)
     if not checkpoint.weight_files():
         raise ValueError(
-            f"{place} has a config.json but no weights (*.safetensors); a run on several devices "
-            "writes them with trainer.save_model under a full state dict"
+            f"{place} has a config.json but no weights (*.safetensors); to save them from a run "
+            "on several devices, call trainer.save_model with a full state dict"
         )
     for file in checkpoint.weight_files():
         if (reason := file_damage(file)) is not None:
             raise ValueError(
-                f"{place}: {reason}, as a process that ends while it saves leaves it; train on "
-                "from an older checkpoint, or copy the file again"
+                f"{place}: {reason}, probably because a process ended while saving; resume from "
+                "an older checkpoint, or copy the file again"
             )
     return checkpoint
 
@@ -93,10 +93,10 @@ def _refuse_side_file(path: Path) -> None:
     whole = whole.parent if whole.name == RESIDUAL_DIR else whole
     if (whole / SIDE_FILE).is_file() and not (whole / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{path} is of an export with a side file: the model is {RESIDUAL_DIR}/ and the "
-            f"factors beside it together, and {RESIDUAL_DIR}/ alone is another. Put them together "
-            f"with metis_hf.deploy.load_low_rank({str(whole)!r}).save_pretrained(DIRECTORY) and "
-            "name that directory, or the checkpoint that was exported"
+            f"{path} is part of an export with a side file: {RESIDUAL_DIR}/ is not the whole "
+            "model without the factors beside it. Combine them with "
+            f"metis_hf.deploy.load_low_rank({str(whole)!r}).save_pretrained(DIRECTORY) and name "
+            "that directory, or the checkpoint that was exported"
         )
 
 
@@ -105,18 +105,21 @@ def _open_adapter(path: Path) -> Checkpoint:
     kind: Any = peft.PeftConfig.from_pretrained(str(path))
     if kind.task_type not in (None, "CAUSAL_LM") or not kind.base_model_name_or_path:
         raise ValueError(
-            f"{path} is a PEFT adapter of {kind.base_model_name_or_path or 'a model without name'} "
-            f"for {kind.task_type or 'no task'}; the tasks need one of a causal language model"
+            f"{path} is a PEFT adapter of "
+            f"{kind.base_model_name_or_path or 'a model without name'} for "
+            f"{kind.task_type or 'no task'}; the tasks need an adapter of a causal language model"
         )
     try:
         base = open_model(kind.base_model_name_or_path)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(
-            f"{path} is a PEFT adapter, and its model is not there: {error}. Correct "
+            f"{path} is a PEFT adapter, and its base model was not found: {error}. Correct "
             f"base_model_name_or_path in {path / ADAPTER_FILE}"
         ) from None
     if (reason := _damage(path)) is not None:
-        raise ValueError(f"{path} is a PEFT adapter without whole weights: {reason}; save it again")
+        raise ValueError(
+            f"{path} is a PEFT adapter with incomplete weights: {reason}; save it again"
+        )
     recorded = getattr(kind, "metis_config", None)
     if recorded is not None and base.scheme == DENSE:
         base = replace(base, conversion=read_config(recorded), trained=True)
@@ -134,7 +137,7 @@ def _place(path: Path) -> Path | None:
     if last is None:
         return saved[0] if saved else None
     for place, reason in damage.items():
-        logger.warning("%s is not whole (%s); %s is taken instead", place, reason, last)
+        logger.warning("%s is incomplete (%s); using %s instead", place, reason, last)
     return Path(last)
 
 
@@ -173,8 +176,9 @@ def download(name: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
-            f"{name} is no directory, and the hub gives no model of that name ({reason}); name a "
-            "checkpoint (a directory with config.json), a run that holds one, or a model of the hub"
+            f"{name} is not a directory, and the hub returned no model of that name ({reason}); "
+            "name a checkpoint (a directory with config.json), a run that contains one, or a "
+            "model on the hub"
         ) from error
 
 
@@ -199,7 +203,7 @@ def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
     places = Counter(checkpoint.place.resolve() for checkpoint in found)
     twice = [str(path) for path, count in places.items() if count > 1]
     if twice:
-        raise ValueError(f"named twice: {', '.join(twice)}")
+        raise ValueError(f"checkpoints named twice: {', '.join(twice)}")
     labels, before, more = [one.label for one in found], None, 0
     local = [Path(name).is_dir() for name in names]  # a hub model keeps its name
     while len(set(labels)) < len(labels) and labels != before:
@@ -228,4 +232,4 @@ def _label(path: Path, more: int, beside: Container[Path] = ()) -> str:
 
 def _hint(path: Path) -> str:
     below = sorted(str(p) for p in path.iterdir() if _holds(p) or _holds(p / "model"))
-    return f"; there are some below it: {' '.join(below)}" if below else ""
+    return f"; choose one of the checkpoints below it: {' '.join(below)}" if below else ""

@@ -51,9 +51,9 @@ class Workload:
         portion = self.device_batch * self.world_size
         if self.global_batch % portion:
             raise ValueError(
-                f"a global batch of {self.global_batch} sequences cannot be cut into equal parts "
-                f"of {self.device_batch} on {self.world_size} processes; choose a global batch "
-                f"that is a multiple of {portion}, or another batch per device"
+                f"a global batch of {self.global_batch} sequences cannot be split evenly into "
+                f"batches of {self.device_batch} on {self.world_size} processes; choose a global "
+                f"batch that is a multiple of {portion}, or another batch per device"
             )
 
     @property

@@ -106,7 +106,7 @@ def read_run(path: Path) -> RunRecord:
         ValueError: a record is a link out of the directory.
     """
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is no directory; give the output_dir of a run")
+        raise FileNotFoundError(f"{path} is not a directory; give the output_dir of a run")
     for name in (RUN_FILE, LOG_FILE, HEALTH_FILE):
         refuse_link(path / name, path)
     run = RunRecord(path)
@@ -119,13 +119,13 @@ def read_run(path: Path) -> RunRecord:
     run.name = str(run.config.get("scheme") or path.resolve().name)
     if not run.series("loss")[0]:
         run.notes.append(
-            f"No training loss: {LOG_FILE} has none. Trainer logs one every logging_steps, 500 "
-            "unless you set it, and MetisCallback writes it down."
+            f"No training loss: {LOG_FILE} contains none. Trainer logs a loss every logging_steps "
+            "(default: 500), and MetisCallback records it."
         )
     if not run.layers:
         run.notes.append(
-            f"No spectral health: {HEALTH_FILE} was not found or holds no measurement. "
-            "MetisCallback(health_interval=...) writes it."
+            f"No spectral health: {HEALTH_FILE} was not found or contains no measurement. "
+            "MetisCallback(health_interval=...) records it."
         )
     return run
 
@@ -158,7 +158,7 @@ def _nothing_found(run: RunRecord) -> str:
     files = [file for place in places for file in run.path.glob(place)]
     inside = sorted({file.parent.relative_to(run.path).as_posix() for file in files})
     if inside:
-        message += f". It holds the runs {', '.join(inside)}: give one of them, or several"
+        message += f". It contains the runs {', '.join(inside)}; give one or more of them"
     return message
 
 
@@ -168,7 +168,7 @@ class _Malformed(ValueError):
 
 def _number(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _Malformed(f"{what} is {_shown(value)}, no number")
+        raise _Malformed(f"{what} is {_shown(value)}, not a number")
     if (isinstance(value, int) or math.isfinite(value)) and abs(value) > _LARGEST:
         raise _Malformed(f"{what} is beyond the range of fp32")
     return value
@@ -176,7 +176,7 @@ def _number(value: Any, what: str) -> float:
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _Malformed(f"{what} is {_shown(value)}, no object")
+        raise _Malformed(f"{what} is {_shown(value)}, not an object")
     return value
 
 
@@ -190,10 +190,10 @@ def _tensors(value: Any, what: str) -> dict[str, dict[str, float]]:
 
 def _norms(value: Any, what: str) -> GradientNoise:
     if not isinstance(value, list) or len(value) != 2:
-        raise _Malformed(f"{what} is {_shown(value)}, no pair of norms")
+        raise _Malformed(f"{what} is {_shown(value)}, not a pair of norms")
     gradient, noise = (_number(norm, what) for norm in value)
     if gradient < 0 or noise <= 0:
-        raise _Malformed(f"{what} is {_shown(value)}: a norm below 0, or no noise")
+        raise _Malformed(f"{what} is {_shown(value)}, with a negative norm or no noise")
     return GradientNoise(gradient, noise)
 
 
@@ -207,14 +207,14 @@ def _moments(value: Any, what: str) -> dict[str, dict[str, float]]:
 def _by_layer(value: Any, check: Callable[[Any, str], Any]) -> dict[str, Any]:
     found = {layer: check(each, layer) for layer, each in _object(value, "it").items()}
     if not found:
-        raise _Malformed("it has no layer")
+        raise _Malformed("it has no layers")
     return found
 
 
 def _switch(value: Any) -> dict[str, Any]:
     passes = _object(value, "it").get("high_precision") or []
     if not isinstance(passes, list) or not all(isinstance(name, str) for name in passes):
-        raise _Malformed(f"high_precision is {_shown(passes)}, no list of names")
+        raise _Malformed(f"high_precision is {_shown(passes)}, not a list of names")
     return value
 
 
@@ -236,14 +236,15 @@ def _read_lines(run: RunRecord, name: str) -> dict[int, dict[str, Any]] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        run.notes.append(f"{name} cannot be read ({error.strerror}): it was left out.")
+        run.notes.append(f"{name} cannot be read ({error.strerror}) and was left out.")
         return None
     records, faults = parse_records(data)
     last = max([*records, *faults], default=0)
     if last in faults and not data.endswith(b"\n"):
         del faults[last]
         run.notes.append(
-            f"{name}: line {last} is half-written, as a killed run leaves it: left out."
+            f"{name}: line {last} is incomplete, probably because the run was killed, and was "
+            "left out."
         )
     _note_faults(run, name, {f"line {number}": fault for number, fault in faults.items()})
     return records
@@ -296,7 +297,7 @@ def _read_description(run: RunRecord) -> None:
     except (OSError, ValueError):
         data = None
     if not isinstance(data, dict):
-        run.notes.append(f"{RUN_FILE} is half-written or no JSON object: it was left out.")
+        run.notes.append(f"{RUN_FILE} is incomplete or not a JSON object and was left out.")
         return
     for name in ("config", "conversion", "environment", "model", "summary", "max_steps"):
         kind = {"model": str, "summary": str, "max_steps": int}.get(name, dict)
@@ -304,4 +305,4 @@ def _read_description(run: RunRecord) -> None:
         if isinstance(value, kind):
             setattr(run, name, value)
         elif value is not None:
-            run.notes.append(f"{RUN_FILE}: {name} is {_shown(value)}: it was left out.")
+            run.notes.append(f"{RUN_FILE}: {name} is {_shown(value)} and was left out.")

@@ -84,14 +84,15 @@ DEVICES = {
             name: replace(each, per_million=_BANDWIDTH * each.per_million)
             for name, each in _H200.added.items()
         },
-        source="no step was measured on an H100: an H200's, with quantizers slower by the peaks of "
-        "their memories (4.8 and 3.35 TB/s), GEMMs in BF16",
+        source="scaled from steps measured on an H200, since no step was measured on an H100, with "
+        "quantizers slowed by the ratio of peak memory bandwidths (4.8 and 3.35 TB/s), GEMMs "
+        "in BF16",
     ),
     "h200": _H200,
     # Rates: the tiny model of eval/results/methods-tiny.json; Llama 60M and GPT-2 130M in
     # benchmarks/results/step.json. Added: Llama 60M, and the layer of width 64 in layer.json.
     "cpu": Device(
-        name="CPU of two cores",
+        name="two-core CPU",
         memory=None,
         rates={96: 51e9, 512: 162e9, 768: 128e9},
         added={

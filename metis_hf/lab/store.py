@@ -100,8 +100,8 @@ class Store:
         written = own.get("format")
         if isinstance(written, int) and written != FORMAT:
             raise ValueError(
-                f"{path} has format {written}, of another version of metis-hf; this version reads "
-                f"format {FORMAT}{way_out}"
+                f"{path} has format {written}, written by another version of metis-hf; this "
+                f"version reads format {FORMAT}{way_out}"
             )
         if written is None or own.get("name") != name or not isinstance(own.get("key"), str):
             raise DamagedRecord(f"{path} is not the record of {name!r}{way_out}")
@@ -124,7 +124,10 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {**value, _OWN: own})
         except OSError as error:
-            what = f"{error.strerror}; earlier results are kept, and the same command goes on"
+            what = (
+                f"{error.strerror}; earlier results are kept, and the same command continues from "
+                "them"
+            )
             raise OSError(error.errno, what, str(path)) from None
 
     def claim(self, settings: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> None:
@@ -151,7 +154,7 @@ class Store:
             if keys:
                 shown = (f"{key}: {there.get(key)} there, {now.get(key)} now" for key in keys)
                 raise ValueError(
-                    f"{self.directory} holds a run with other settings ({', '.join(shown)}). "
+                    f"{self.directory} contains a run with other settings ({', '.join(shown)}). "
                     f"Choose another {self.option}, or delete the directory"
                 )
         write_json(path, settings)
@@ -162,7 +165,7 @@ class Store:
         changed = [name for name in inputs if there.get(name, inputs[name]) != inputs[name]]
         if changed:
             raise ValueError(
-                f"{' and '.join(changed)} changed after {self.directory} was begun, and its "
+                f"{' and '.join(changed)} changed after {self.directory} was started, and its "
                 f"results belong to the earlier contents; choose another {self.option}, or delete "
                 "the directory"
             )

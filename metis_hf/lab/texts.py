@@ -43,20 +43,21 @@ def model_sequences(
     """
     if length < MIN_LENGTH or sequences < fewest:
         raise ValueError(
-            f"{sequences} sequences of {length} tokens; choose at least {fewest} of {MIN_LENGTH}"
+            f"{sequences} sequences of {length} tokens are too few; choose at least {fewest} "
+            f"sequences of {MIN_LENGTH} tokens"
         )
     decoder = config.get_text_config(decoder=True)
     context = getattr(decoder, "max_position_embeddings", None)
     if context is not None and length > context:
         raise ValueError(
-            f"{length} tokens do not fit the context of {model}, {context} tokens; choose a "
-            "smaller --sequence-length"
+            f"sequences of {length} tokens do not fit in the context of {model}, {context} "
+            "tokens; choose a smaller --sequence-length"
         )
     ids, tokens = read_sequences(tokenizer, text, sequences, length)
     if len(ids) < fewest:
         raise ValueError(
-            f"{text} has {tokens} tokens; at least {fewest * length} are needed, {fewest} x "
-            f"{length}. Give a longer text, or a smaller --sequence-length"
+            f"{text} has {tokens} tokens, but at least {fewest * length} ({fewest} x {length}) "
+            "are needed. Give a longer text, or a smaller --sequence-length"
         )
     check_vocabulary(ids, decoder.vocab_size, model)
     return ids

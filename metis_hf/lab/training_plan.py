@@ -75,14 +75,14 @@ def plan_training(config: PreTrainedConfig, metis: MetisConfig, workload: Worklo
     original, gemms = count_elements(model), gemm_weights(model)
     if has_fused_experts(model) or any("Expert" in type(m).__name__ for m in model.modules()):
         raise ValueError(
-            f"{config.model_type} has fused experts; how many tokens each sees is not known before "
-            "the run, so it cannot be planned"
+            f"{config.model_type} has fused experts, and the number of tokens that each expert "
+            "sees is not known before the run, so the run cannot be planned"
         )
     if workload.checkpointing and next(blocks_of(model), None) is None:
         raise ValueError(
             f"{type(model).__name__} does not say which of its modules are blocks "
-            "(_no_split_modules), so its activation checkpointing cannot be planned; plan it "
-            "without"
+            "(_no_split_modules), so activation checkpointing cannot be planned; plan the run "
+            "without it"
         )
     get_metis_model(model, metis)
     counts = {
@@ -113,13 +113,13 @@ def _check_layers(config: PreTrainedConfig) -> None:
     elif getattr(config, "is_encoder_decoder", False):
         found = "an encoder and a decoder"
     elif config.get_text_config() is not config:
-        found = "a text model among others"
+        found = "a text model among other parts"
     elif getattr(config, "num_attention_heads", None) is None:
         found = "no attention heads (num_attention_heads)"
     else:
         return
     raise ValueError(
-        f"{config.model_type} has {found}; plans are for dense decoders of attention alone"
+        f"{config.model_type} has {found}; only dense decoders with attention can be planned"
     )
 
 
@@ -197,14 +197,16 @@ def print_plan(
     totals = [sum(held.values()) for held in plan.memory.values()]
     memory["total"] = [gib(total) for total in totals]
     console.print(_table("Memory of a rank", plan.memory, memory))
-    said = [f"Times are {chosen.source}. Communication, data and evaluation come on top."]
+    said = [f"Times are {chosen.source}. They exclude communication, data loading and evaluation."]
     if RECORDED in step:
-        said.append("Recipes record steps as CUDA graphs by themselves, but for lora's.")
-    said.append("Memory leaves out temporaries, fragmentation and the framework itself.")
+        said.append("Recipes automatically record steps as CUDA graphs, except for lora.")
+    said.append("Memory excludes temporaries, fragmentation and the framework itself.")
     if runs * load.steps * step[PYTHON] > WEEK:
-        said.append("Warning: more than a week. Lower --tokens first.")
+        said.append("Warning: the training takes more than a week; lower --tokens first.")
     if chosen.memory is not None and min(totals) > chosen.memory * 2**30:
-        said.append(f"Warning: {chosen.name} has {chosen.memory} GiB, too few for a rank.")
+        said.append(
+            f"Warning: {chosen.name} has {chosen.memory} GiB, which is too little for a rank."
+        )
     for line in said:
         console.print(line, highlight=False)
 

@@ -49,7 +49,10 @@ from metis_hf.schemes import Role, Scheme, build_scheme
 from metis_hf.schemes.noise_keys import CallKeys, process_rank
 
 _ROTATIONS = (Hadamard, FullHadamard, RandomHadamard, RandomKronecker)
-_INSTEAD = 'Choose one of plain blocks, such as attention="nvfp4-rne" or "nvidia", or None'
+_INSTEAD = (
+    'Choose a scheme that quantizes plain blocks, such as attention="nvfp4-rne" or "nvidia", or '
+    "None"
+)
 
 
 def build_attention_scheme(config: MetisConfig) -> Scheme:
@@ -63,7 +66,7 @@ def build_attention_scheme(config: MetisConfig) -> Scheme:
     reason = _why_not(scheme)
     if reason is not None:
         raise ValueError(
-            f"attention={config.attention!r} cannot be the scheme of attention's products, since "
+            f"attention={config.attention!r} cannot be the scheme of attention products, because "
             f"it {reason}. {_INSTEAD}"
         )
     return _in_own_blocks(scheme)
@@ -72,12 +75,12 @@ def build_attention_scheme(config: MetisConfig) -> Scheme:
 def _why_not(scheme: Scheme) -> str | None:
     """Return why a scheme cannot quantize queries, keys and values; None if it can."""
     if scheme.corrected or scheme.splits:
-        return "splits tensors, or stores weights split, which is made for layers with a weight"
+        return "splits tensors or stores split weights, which requires a layer with a weight"
     if type(scheme.weight) is not DenseWeight:
-        return "trains factors beside a weight, and keys and values are no weights"
+        return "trains factors in addition to a weight, and keys and values are not weights"
     if scheme.state is not None and scheme.state.initial(16, 16):
         kind = type(scheme.state).__name__
-        return f"keeps a state ({kind}) of a layer's weight or inputs, and attention has no such"
+        return f"keeps state ({kind}) of a layer's weight or inputs, which attention does not have"
     for role in Role:
         operand = scheme.resolve(role)[1]
         if operand.quantizer is None:
@@ -92,8 +95,8 @@ def _why_not(scheme: Scheme) -> str | None:
             return f"has a conditioner ({kind}) that is neither direct quantization nor a rotation"
         if role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT):
             return (
-                "rotates operands of the forward pass: along keys, rounding would then give weight "
-                "to later tokens, whose probabilities the mask made zero"
+                "rotates operands in the forward pass: rotated along the keys, rounding would "
+                "give weight to later tokens, whose probabilities the mask has set to zero"
             )
     return None
 

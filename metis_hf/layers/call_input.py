@@ -15,13 +15,13 @@ def check_input(name: str, x: Tensor, width: int) -> None:
     if x.dim() == 0 or x.shape[-1] != width:
         own = f"width {x.shape[-1]}" if x.dim() else "no width"
         raise ValueError(
-            f"{name} takes inputs of width {width}, and this one has {own}: its shape is "
+            f"{name} expects inputs of width {width}, but this input has {own}: its shape is "
             f"{tuple(x.shape)}"
         )
     if not x.is_floating_point():
         raise ValueError(
-            f"{name} takes inputs of a floating-point dtype, and this one is {x.dtype}: convert it "
-            "before, as with x.float()"
+            f"{name} expects inputs of a floating-point dtype, but this input is {x.dtype}; "
+            "convert it first, for example with x.float()"
         )
 
 
@@ -36,7 +36,7 @@ def check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
     autocast = torch.is_autocast_enabled(x.device.type)
     if not autocast or torch.float64 in (x.dtype, weight.dtype):
         raise ValueError(
-            f"{name} has a weight of {weight.dtype}, and its input is {x.dtype}: convert one to "
+            f"{name} has a weight of {weight.dtype}, but its input is {x.dtype}: convert one to "
             "the other's dtype, or call the model under torch.autocast"
         )
 

@@ -197,11 +197,13 @@ def experts_forward(
     if not (names or packed_names(module)):
         raise ValueError(
             f"experts implementation {IMPLEMENTATION!r} is for converted experts, and these are "
-            "not: get_metis_model selects it by itself"
+            "not converted; get_metis_model selects it automatically"
         )
     parallel = getattr(module, "_is_expert_parallel", False)  # transformers 5.10 does not set it
     if parallel or is_hooked(module):
-        raise NotImplementedError(f"converted experts, and {EXPERT}. {FSDP2_INSTEAD}")
+        raise NotImplementedError(
+            f"converted experts cannot be distributed this way: {EXPERT}. {FSDP2_INSTEAD}"
+        )
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     tokens, top_k = top_k_index.shape
     expert = top_k_index.reshape(-1)

@@ -47,9 +47,9 @@ def apply_to_layer(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
             fn(_plain(layer))  # shares the weight
         elif "init" in getattr(fn, "__name__", ""):
             raise NotImplementedError(
-                f"{layer.name or 'a converted layer'} stores factors that are sharded over "
-                "processes, and cannot draw its weight again there. Call the initializer before "
-                "the model is sharded"
+                f"{layer.name or 'a converted layer'} stores its weight in factors that are "
+                "sharded over processes, so it cannot be initialized again. Call the initializer "
+                "before the model is sharded"
             )
         return
     before = mark_of(params)
@@ -134,9 +134,9 @@ def _refuse_writes(layer: Any, fn: Callable[[nn.Module], Any]) -> None:
     own = layer.name.rpartition(".")[2]
     if own and isinstance(model, nn.Module) and f".{own}.weight" in _source(fn):
         raise NotImplementedError(
-            f"{layer.name} stores its weight in factors, and {type(model).__name__} initializes "
-            f"{own}.weight from outside the layer, which would be lost. Call the initializer "
-            "before the model is converted"
+            f"{layer.name} stores its weight in factors, but {type(model).__name__} initializes "
+            f"{own}.weight from outside the layer, so the new values would be lost. Call the "
+            "initializer before the model is converted"
         )
 
 

@@ -136,16 +136,18 @@ class MetisLayer(nn.Module):
         if self.shards is not None:
             reason = obstacle_of_shards(new, self.shards, (self.out_features, self.in_features))
             if reason is not None:
-                raise ValueError(f"{config.scheme} under tensor parallelism: {reason}")
+                raise ValueError(f"{config.scheme} cannot run under tensor parallelism: {reason}")
         if new.weight.fits(stored):
             return
         if isinstance(stored, SplitWeight) and replace(stored, rank=new.rank) == new.weight:
-            raise ValueError(f"rank {new.rank} does not fit stored factors of rank {stored.rank}")
+            raise ValueError(
+                f"rank {new.rank} does not match the stored factors of rank {stored.rank}"
+            )
         raise ValueError(
-            f"scheme {config.scheme!r} stores weights in another form than the one in which "
-            'this model was converted. high_precision=("forward", "backward") runs the stored '
-            "form unquantized, to_dense makes a plain model (split_weight=True or False at "
-            "conversion gives nearly all schemes one form)"
+            f"scheme {config.scheme!r} stores weights in a different form from the one this model "
+            'was converted to. high_precision=("forward", "backward") runs the stored form '
+            "unquantized, and to_dense makes a plain model (converting with split_weight=True or "
+            "False gives nearly all schemes the same form)"
         )
 
     def active_scheme(self) -> Scheme:

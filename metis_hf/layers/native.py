@@ -118,25 +118,25 @@ def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> st
     for role, name, operand in zip(roles, names, operands):
         quantizer = operand.quantizer
         if quantizer is None:
-            return f"{gemm} takes its {name} in high precision, and the other operand in FP4"
+            return f"{gemm} takes its {name} in high precision, but the other operand in FP4"
         if quantizer.fmt.name not in DTYPES:
             return f"{gemm} takes its {name} in {quantizer.fmt.name}, not in NVFP4 or MXFP4"
         token = quantizer.outer_scale is OuterScale.TOKEN
         if token and gemm != "wgrad":  # wgrad's blocks run along tokens: one scale per tensor
             return (
-                f"{gemm} takes its {name} with a scale for each token, and FP4 units are given one "
-                'for the tensor; use outer_scale="tensor"'
+                f"{gemm} takes its {name} with one scale per token, but FP4 units take one scale "
+                'per tensor; use outer_scale="tensor"'
             )
         # Square tiles of a weight serve both of its GEMMs, unless it is rotated for one of them.
         tiles = quantizer.tile is Tile.SQUARE and role is Role.DGRAD_WEIGHT
         plain = operand.conditioner.basis(name) == Identity().basis(name)
         if (scheme.reuses(role) and not (tiles and plain)) or quantizer.tile is Tile.TENSOR:
-            copy = f"{gemm} takes the copy of its {name} that"
+            copy = f"{gemm} uses the copy of its {name} that"
             if tiles and not plain:  # in every mode
-                return f"{copy} is rotated along another dimension than it contracts"
+                return f"{copy} is rotated along a different dimension from the one it contracts"
             return (
-                f"{copy} has blocks along another dimension than it contracts; "
-                'use operand_mode="contraction"'
+                f"{copy} has blocks along a different dimension from the one it contracts; use "
+                'operand_mode="contraction"'
             )
     bases = [operand.conditioner.basis(name) for operand, name in zip(operands, names)]
     if bases[0] is None or bases[0] != bases[1]:
@@ -144,10 +144,10 @@ def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> st
             f"{type(operand.conditioner).__name__} of its {name}"
             for operand, name in zip(operands, names)
         )
-        return f"{gemm} is no product of codes: {one} and {other} do not cancel"
+        return f"{gemm} is not a product of codes: {one} and {other} do not cancel"
     formats = [operand.quantizer.fmt.name for operand in operands if operand.quantizer]
     if formats[0] != formats[1]:
-        return f"{gemm} takes operands of two formats, {' and '.join(formats)}"
+        return f"{gemm} takes operands in two different formats, {' and '.join(formats)}"
     return None
 
 
@@ -159,7 +159,7 @@ def obstacle_of_call(scheme: Scheme, device: torch.device, dtype: torch.dtype) -
     for fmt in _formats(scheme):
         if dtype not in DTYPES[fmt]:
             known = " or ".join(_name(each) for each in DTYPES[fmt])
-            return f"torch's GEMM of {fmt} gives {known}, and the model wants {_name(dtype)}"
+            return f"torch's {fmt} GEMM returns {known}, but the model needs {_name(dtype)}"
     return _obstacle_of_device(scheme, device)
 
 
@@ -183,7 +183,7 @@ def refusal(config: MetisConfig, reason: str) -> str:
     """Return the error message for a layer that cannot run natively."""
     return (
         f'backend="native" cannot run scheme {config.scheme!r} on FP4 units: {reason}. '
-        'backend="auto" emulates such layers, backend="emulated" all of them'
+        'backend="auto" emulates only such layers, backend="emulated" emulates all layers'
     )
 
 

@@ -232,8 +232,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         if in_features % BLOCK:
             raise ValueError(
-                f"{name or 'a packed layer'} has in_features={in_features}, no multiple of the "
-                f"block of {BLOCK}; NVFP4 weights cannot be packed so. Leave this layer dense"
+                f"{name or 'a packed layer'} has in_features={in_features}, which is not a "
+                f"multiple of the NVFP4 block size of {BLOCK}, so its weight cannot be packed. "
+                "Leave this layer dense"
             )
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.quantizes_input = input_scale
@@ -309,10 +310,10 @@ class PackedLinear(nn.Module):
         """
         if requires_grad:
             raise ValueError(
-                f"{self.name or 'a packed layer'} was asked to train, and its weight is packed in "
-                "NVFP4, where no small step can be taken. Train an adapter beside it (PEFT: "
-                "get_peft_model(model, LoraConfig(...))), or make the model dense first "
-                "(metis_hf.to_dense) and train that"
+                f"{self.name or 'a packed layer'} cannot be trained, because its weight is packed "
+                "in NVFP4, which cannot represent small updates. Train an adapter on top of it "
+                "(PEFT: get_peft_model(model, LoraConfig(...))), or convert the model with "
+                "metis_hf.to_dense and train that"
             )
         return super().requires_grad_(False)
 

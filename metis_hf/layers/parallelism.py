@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 FSDP2_INSTEAD = "Shard the model with FSDP2 instead (fsdp_version: 2)"
 TENSOR = (
-    "tensor parallelism gives each process a part of every weight, and of the inputs of some "
-    "layers. Tensor scales, blocks and subspaces would belong to the parts"
+    "tensor parallelism gives each process a part of every weight and, for some layers, a part of "
+    "the inputs. Tensor scales, blocks and subspaces would be computed per part"
 )
 EXPERT = (
-    "expert parallelism gives each process some of the experts by slicing one 3-D parameter, and "
-    "converted experts are layers of their own: every process would keep all of them, and train "
-    "them on other tokens"
+    "expert parallelism gives each process some of the experts by slicing one 3-D parameter, but "
+    "converted experts are separate layers: every process would keep all of them and train them "
+    "on different tokens"
 )
-PIPELINE = "pipeline parallelism of transformers runs stages forward only, and trains nothing"
+PIPELINE = "pipeline parallelism of transformers only runs the forward pass and cannot train"
 SEQUENCE = (
-    "splits sequences over processes. Each would quantize its part by itself: tensor scales, "
-    "blocks along tokens and subspaces would belong to parts of sequences, in an order of tokens "
-    "that load balancing chooses"
+    "splits sequences over processes. Each process would quantize its own part: tensor scales, "
+    "blocks along tokens and subspaces would be computed per part, in a token order that load "
+    "balancing chooses"
 )
 
 
@@ -54,8 +54,8 @@ def check_plan(model: nn.Module) -> None:
     for name, reason in (("ep_size", EXPERT), ("pp_size", PIPELINE)):
         if name in sizes:
             raise NotImplementedError(
-                f"{name}={sizes[name]} for a converted model: {reason}. {FSDP2_INSTEAD}, or load "
-                "it with DistributedConfig(fsdp_size=...)"
+                f"{name}={sizes[name]} is not supported for a converted model: {reason}. "
+                f"{FSDP2_INSTEAD}, or load it with DistributedConfig(fsdp_size=...)"
             )
 
 
@@ -68,9 +68,9 @@ def check_packed(model: nn.Module, where: str) -> None:
     sizes = ", ".join(f"{name}={size}" for name, size in planned(model).items())
     if sizes:
         raise NotImplementedError(
-            f"{where} with DistributedConfig({sizes}): packed weights are frozen buffers of 4.5 "
-            "bits an element, of which every process holds all. Load it without "
-            "distributed_config, and train adapters with DDP (ddp_broadcast_buffers=False)"
+            f"{where} cannot be loaded with DistributedConfig({sizes}): packed weights are frozen "
+            "buffers of 4.5 bits per element, and every process holds all of them. Load it "
+            "without distributed_config, and train adapters with DDP (ddp_broadcast_buffers=False)"
         )
 
 
@@ -87,9 +87,9 @@ def check_whole(model: nn.Module) -> None:
     if name is not None:
         sizes = ", ".join(f"{key}={size}" for key, size in planned(model).items())
         raise NotImplementedError(
-            f"{name} is spread over processes already{f' ({sizes})' * bool(sizes)}, and "
-            f"converted layers take whole weights: {TENSOR}. Convert the whole model, and shard it "
-            "with FSDP2 afterwards"
+            f"{name} is already sharded over processes{f' ({sizes})' * bool(sizes)}, but "
+            f"conversion needs whole weights: {TENSOR}. Convert the whole model first, then shard "
+            "it with FSDP2"
         )
 
 
@@ -124,6 +124,7 @@ def check_accelerate() -> None:
         size = getattr(config, name, 1)  # not every version of accelerate has both
         if size > 1:
             raise NotImplementedError(
-                f"ParallelismConfig({name}={size}): {kind} parallelism {SEQUENCE}."
-                f" {FSDP2_INSTEAD}, with activation checkpointing where a sequence is too long"
+                f"ParallelismConfig({name}={size}) is not supported: {kind} parallelism "
+                f"{SEQUENCE}. {FSDP2_INSTEAD}, with activation checkpointing if sequences are too "
+                "long for the memory"
             )

@@ -183,37 +183,42 @@ def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | No
     if shards.style == WHOLE:
         return None
     if not isinstance(scheme.weight, DenseWeight):
-        return "its weight is stored in several parameters, of which plans know one"
+        return (
+            "its weight is stored in several parameters, and tensor-parallel plans handle only one"
+        )
     if scheme.state is not None:
-        return "its scheme keeps a state of the layer, which would describe a part"
+        return "its scheme keeps state of the layer, which would describe only a part of it"
     if scheme.splits or scheme.corrected:
-        return "its operands are split, and the subspace of a part differs from the whole's"
+        return (
+            "its operands are split, and the subspace of a part differs from the subspace of the "
+            "whole"
+        )
     cut = shape[0] if shards.style == COLWISE else shape[1]
     side = "out_features" if shards.style == COLWISE else "in_features"
     if cut % shards.size:
-        return f"{shards.size} processes cannot cut {side}={cut} into equal parts"
+        return f"{side}={cut} cannot be split equally over {shards.size} processes"
     for role in Role:
         source, operand = scheme.resolve(role)
         conditioner, quantizer = operand.conditioner, operand.quantizer
         if type(conditioner) not in (Identity, Hadamard):
-            return f"{type(conditioner).__name__} works on the whole {tensor_of(role)} of a layer"
+            return f"{type(conditioner).__name__} needs the whole {tensor_of(role)} of a layer"
         if quantizer is None or not shards.cuts(source):
             continue
         if quantizer.outer_scale is OuterScale.TOKEN and contracted_dim(source) == -1:
             return (
                 f"each token of its {tensor_of(role)} has an outer scale, and every process would "
-                'make one of its own part of the token; use outer_scale="tensor"'
+                'compute one for its own part of the token; use outer_scale="tensor"'
             )
         block = _block_along(quantizer, source, _CUT[shards.style][source])
         if block is None:
-            return f"a block of its {tensor_of(role)} spans all of {side}"
+            return f"one block of its {tensor_of(role)} spans all of {side}"
         along_cut = contracted_dim(source) % 2 == _CUT[shards.style][source]
         if isinstance(conditioner, Hadamard) and along_cut:
             block = max(block, SIZE)
         if cut // shards.size % block:
             return (
-                f"blocks of {block} along {side}={cut} would not lie whole on one of "
-                f"{shards.size} processes"
+                f"blocks of {block} along {side}={cut} would be split between the {shards.size} "
+                "processes"
             )
     return None
 

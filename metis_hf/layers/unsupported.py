@@ -12,12 +12,12 @@ from torch.autograd import forward_ad
 
 from metis_hf.layers.parallelism import TENSOR, check_accelerate, is_spread
 
-_DENSE = "metis_hf.to_dense(model) gives a plain model of the same weights, which can"
+_DENSE = "metis_hf.to_dense(model) returns a plain model with the same weights, which can"
 _TWICE = (
-    "second derivatives through a quantized layer: rounding has none, and the straight-through "
-    "gradient is not the gradient of any function. Drop create_graph=True, or differentiate "
-    'twice with high_precision=("forward", "backward") (metis_hf.set_precision) or the plain '
-    "model of metis_hf.to_dense(model)"
+    "second derivatives through a quantized layer do not exist: rounding has none, and the "
+    "straight-through gradient is not the gradient of any function. Drop create_graph=True, or "
+    'differentiate twice with high_precision=("forward", "backward") (metis_hf.set_precision) or '
+    "with the plain model that metis_hf.to_dense(model) returns"
 )
 
 
@@ -33,36 +33,37 @@ def refuse_unsupported(name: str, x: Tensor, params: Sequence[Tensor]) -> None:
         return
     if torch._C._get_tracing_state() is not None:
         raise NotImplementedError(
-            f"torch.jit.trace (and torch.onnx.export with dynamo=False) of {name}: operands are "
-            f"quantized by code that depends on the input, which a trace cannot record. {_DENSE} "
-            "be traced; torch.compile and torch.export take the quantized one"
+            f"torch.jit.trace (and torch.onnx.export with dynamo=False) of {name} is not "
+            "supported: how operands are quantized depends on the input, and a trace cannot "
+            f"record that. {_DENSE} be traced; torch.compile and torch.export accept the quantized "
+            "model"
         )
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            f"{name} inside torch.func (vmap, grad, vjp, jvp, jacrev, ..): a quantized layer has "
-            "a backward pass of its own and no rule for batches or tangents. Take gradients with "
-            "backward() or torch.autograd.grad, and loop or add rows to the batch in place of "
-            f"vmap; {_DENSE} be transformed"
+            f"{name} inside torch.func (vmap, grad, vjp, jvp, jacrev, ..) is not supported: a "
+            "quantized layer defines its own backward pass and has no rule for batches or "
+            "tangents. Take gradients with backward() or torch.autograd.grad; instead of vmap, "
+            f"loop or add rows to the batch. {_DENSE} be transformed"
         )
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(tensor).tangent is not None for tensor in (x, *params)
     ):
         raise NotImplementedError(
-            f"forward-mode differentiation of {name}: a quantized layer has a backward pass only. "
-            f"Use backward() or torch.autograd.grad; {_DENSE} take tangents"
+            f"forward-mode differentiation of {name} is not supported: a quantized layer only has "
+            f"a backward pass. Use backward() or torch.autograd.grad; {_DENSE} take tangents"
         )
     check_accelerate()
     for what, tensor in (("the input", x), ("the weight", params[-1])):
         if is_spread(tensor):
             raise NotImplementedError(
-                f"{what} of {name} is a DTensor, of which each process holds a part: {TENSOR}. "
-                "Shard the model with FSDP2, which gathers weights before they are used"
+                f"{what} of {name} is a DTensor, so each process holds only a part of it: "
+                f"{TENSOR}. Shard the model with FSDP2, which gathers weights before they are used"
             )
         if tensor.is_meta:
             raise ValueError(
-                f"{what} of {name} is on the meta device and has no values to quantize. Load the "
-                "model with from_pretrained, or give it memory with model.to_empty(device=..) and "
-                "its values with load_state_dict, before it is called"
+                f"{what} of {name} is on the meta device and has no values to quantize. Before "
+                "calling the model, load it with from_pretrained, or allocate memory with "
+                "model.to_empty(device=..) and load values with load_state_dict"
             )
 
 
@@ -77,8 +78,8 @@ def refuse_batched_gradients(dy: Tensor) -> None:
     functorch = torch._C._functorch
     if functorch.is_legacy_batchedtensor(dy) or functorch.is_batchedtensor(dy):
         raise NotImplementedError(
-            "batched gradients (is_grads_batched=True, vectorize=True) of a quantized layer: the "
-            "quantizers take one matrix. Ask for one gradient after the other"
+            "batched gradients (is_grads_batched=True, vectorize=True) of a quantized layer are "
+            "not supported: the quantizers take one matrix. Compute one gradient at a time"
         )
 
 

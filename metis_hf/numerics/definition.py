@@ -111,8 +111,9 @@ class QuantizerDefinition:
         if self.two_level and not scale.tensor_scale:
             with_tensor_scale = "nvfp4, nvint4, if4 or mixfp4"
             raise ValueError(
-                f"two_level=True does not exist for {fmt.name}: its {scale.name} block scales span "
-                f"the range of fp32 alone. Leave two_level unset, or use {with_tensor_scale}"
+                f"two_level=True is not available for {fmt.name}: its {scale.name} block scales "
+                f"already cover the range of fp32. Leave two_level unset, or use "
+                f"{with_tensor_scale}"
             )
         if self.outer_scale is OuterScale.TOKEN and not self.two_level:
             levels = "two_level=False" if scale.tensor_scale else f"{scale.name} block scales"
@@ -122,29 +123,30 @@ class QuantizerDefinition:
             )
         if self.outer_scale is OuterScale.TOKEN and self.tile is not Tile.ROW:
             raise ValueError(
-                f'outer_scale="token" needs blocks of one token, and blocks of tile='
-                f'"{self.tile.value}" have several; use tile="row" or outer_scale="tensor"'
+                f'outer_scale="token" needs blocks within one token, but blocks of tile='
+                f'"{self.tile.value}" span several; use tile="row" or outer_scale="tensor"'
             )
         if self.tile is Tile.SQUARE and fmt.block_size is None:
             raise ValueError(
-                f'tile="square" needs a block size, and {fmt.name} has none; '
-                'choose tile="row" (one scale per row) or "tensor" (one scale)'
+                f'tile="square" needs a block size, but {fmt.name} has none; choose '
+                'tile="row" (one scale per row) or "tensor" (one scale for the tensor)'
             )
         if self.tile is Tile.TENSOR and scale != SCALE_FP32:
             raise ValueError(
-                f'tile="tensor" is one fp32 scale for all, and the scales of {fmt.name} are '
-                f'{scale.name}; choose tile="row" or "square", or format fp8-e4m3 or int4'
+                f'tile="tensor" uses one fp32 scale for the tensor, but the scales of {fmt.name} '
+                f'are {scale.name}; choose tile="row" or "square", or format fp8-e4m3 or int4'
             )
         rule, mixed = self.scale_rule, isinstance(fmt.element, MixedFormat)
         if rule in _OF_NVFP4 and fmt != NVFP4 and not (mixed and rule is ScaleRule.UNBIASED):
             raise ValueError(
-                f'scale_rule="{rule.value}" {_OF_NVFP4[rule]}, and the format is {fmt.name}; '
+                f'scale_rule="{rule.value}" {_OF_NVFP4[rule]}, but the format is {fmt.name}; '
                 'use scale_rule="absmax"'
             )
         if self.scale_rounding is ScaleRounding.EVEN and isinstance(fmt.element, CodebookFormat):
             raise ValueError(
-                'scale_rounding="even" rounds amax to the spacing of the largest codes, and '
-                f'{fmt.name} has a codebook; use scale_rounding="floor" or "up"'
+                'scale_rounding="even" rounds amax to the spacing of the largest codes, but '
+                f"{fmt.name} uses a codebook, which has no fixed spacing; use "
+                'scale_rounding="floor" or "up"'
             )
 
     def blocks(
@@ -268,9 +270,9 @@ _ENUMS: dict[str, type[enum.Enum]] = {
 
 
 _OF_NVFP4 = {
-    **dict.fromkeys(TRIED_SCALES, "compares scales for the codes of NVFP4"),
-    ScaleRule.EDEN: "corrects E4M3 scales of NVFP4 blocks",
-    ScaleRule.UNBIASED: "leaves room for the rounding of E4M3 scales of NVFP4 blocks",
+    **dict.fromkeys(TRIED_SCALES, "compares several scales for NVFP4 codes"),
+    ScaleRule.EDEN: "corrects the E4M3 scales of NVFP4 blocks",
+    ScaleRule.UNBIASED: "leaves room for rounding the E4M3 scales of NVFP4 blocks",
 }
 
 

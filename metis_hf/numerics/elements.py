@@ -28,7 +28,7 @@ def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 def _check_bits(name: str, bits: int) -> None:
     if not 2 <= bits <= 8:
         raise ValueError(
-            f"format {name!r} has {bits} bits, and codes are stored in bytes; give 2 to 8 bits"
+            f"format {name!r} has {bits} bits, but a code is stored in one byte; give 2 to 8 bits"
         )
 
 
@@ -57,16 +57,16 @@ class FloatFormat:
         if self.exponent_bits < 1 or self.mantissa_bits < 1:
             raise ValueError(
                 f"format {self.name!r} has exponent_bits={self.exponent_bits} and "
-                f"mantissa_bits={self.mantissa_bits}; give one of each at least, or list the "
-                "values in a CodebookFormat"
+                f"mantissa_bits={self.mantissa_bits}; give at least one of each, or list "
+                "the values in a CodebookFormat"
             )
         _check_bits(self.name, self.bits)
         # Computed here, not cached on first use, which torch.compile cannot trace.
         object.__setattr__(self, "_grid", self._values())
         if self.grid[-1] != self.max:
             raise ValueError(
-                f"format {self.name!r} has max={self.max}, which is none of its values; the next "
-                f"one below is {self.grid[-1]}"
+                f"format {self.name!r} has max={self.max}, which is not one of its values; "
+                f"the next one below is {self.grid[-1]}"
             )
 
     @property
@@ -201,7 +201,7 @@ class CodebookFormat:
         if not (ascending and finite and 2 <= len(self.values) <= 256 and 0.0 in self.values):
             raise ValueError(
                 f"codebook {self.name!r} has values {self.values}; give 2 to 256 finite numbers in "
-                "ascending order, 0 among them"
+                "ascending order, including 0"
             )
 
     @property

@@ -107,13 +107,13 @@ class BlockFormat:
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(
-                f"format {self.name!r} has block_size={self.block_size}; give the elements of a "
-                "block, or None for one scale per row"
+                f"format {self.name!r} has block_size={self.block_size}; give the number of "
+                "elements per block, or None for one scale per row"
             )
         if isinstance(self.element, MixedFormat) and self.scale != SCALE_E4M3:
             raise ValueError(
-                f"format {self.name!r} mixes two formats of elements under {self.scale.name} "
-                "scales; the sign bit of e4m3 scales says which a block takes: use SCALE_E4M3"
+                f"format {self.name!r} mixes two element formats under {self.scale.name} scales; "
+                "use SCALE_E4M3, whose sign bit selects the element format of each block"
             )
 
     @property
@@ -176,7 +176,7 @@ def register_format(fmt: BlockFormat) -> BlockFormat:
         _redefinable.remove(fmt.name)
         FORMATS[fmt.name] = fmt
     if FORMATS.setdefault(fmt.name, fmt) != fmt:
-        raise ValueError(f"a format named {fmt.name!r} exists already; choose another name")
+        raise ValueError(f"a format named {fmt.name!r} already exists; choose another name")
     return fmt
 
 

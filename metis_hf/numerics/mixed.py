@@ -46,7 +46,7 @@ class MixedFormat:
         if self.formats[0].bits != self.formats[1].bits:
             names = " and ".join(f"{fmt.name} ({fmt.bits} bits)" for fmt in self.formats)
             raise ValueError(
-                f"mixed format {self.name!r} is made of {names}; give two formats of equal bits"
+                f"mixed format {self.name!r} combines {names}; give two formats of equal width"
             )
 
     @property

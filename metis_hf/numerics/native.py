@@ -88,7 +88,7 @@ def native_matrix(
         The matrix [t c] if `contracted` is its last dimension, else the transpose.
     """
     fmt, square = quantizer.fmt, quantizer.tile is Tile.SQUARE
-    assert square or (dim - contracted) % 2 == 0, "blocks must lie along what the GEMM contracts"
+    assert square or (dim - contracted) % 2 == 0, "blocks must run along the contracted dimension"
     blocks, scale = blocks_of(packed, quantizer, dim=dim, shape=shape)
     codes, bits = from_blocks(blocks, shape, quantizer.tile, dim), scale.view(torch.uint8)
     bits = bits.squeeze(-1).squeeze(-2) if square else bits.squeeze(dim % 2 + 1)
@@ -228,7 +228,10 @@ def obstacle_of_device(device: torch.device, fmt: str) -> str | None:
         fmt: name of the format, one of `CAPABILITIES`.
     """
     if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.13 has it"
+        return (
+            f"torch {torch.__version__} has no torch.nn.functional.scaled_mm, which needs "
+            "torch 2.13 or later"
+        )
     if _stand_in is not None:
         return None
     if device.type != "cuda" or torch.version.cuda is None:
@@ -253,8 +256,8 @@ def _obstacle_of_gpu(index: int, fmt: str) -> str | None:
         return None
     listed = ", ".join(f"{major}.{minor}" for major, minor in wanted)
     return (
-        f"{torch.cuda.get_device_name(index)} has compute capability {has[0]}.{has[1]}, and torch "
-        f"multiplies {fmt} on {listed}"
+        f"{torch.cuda.get_device_name(index)} has compute capability {has[0]}.{has[1]}, but torch "
+        f"multiplies {fmt} only on {listed}"
     )
 
 

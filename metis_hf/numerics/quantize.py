@@ -203,10 +203,13 @@ def prepare(
     try:
         operator.index(dim)
     except TypeError:
-        raise TypeError(f"dim={dim!r} is no integer; give one of the dims of the tensor") from None
+        raise TypeError(f"dim={dim!r} is not an integer; give a dimension of the tensor") from None
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
-        raise IndexError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; give one of its dims")
+        raise IndexError(
+            f"dim={dim} is out of range for a tensor of shape {tuple(x.shape)}; give one of its "
+            "dimensions"
+        )
     if amax is not None:
         _check_amax(amax, quantizer)
     key = noise.key_from_generator(generator, x.device) if quantizer.needs_noise else None
@@ -215,15 +218,15 @@ def prepare(
 
 def _check_amax(amax: Tensor, quantizer: Quantizer) -> None:
     if not isinstance(amax, Tensor):
-        raise TypeError(f"amax={amax!r} is no tensor; give torch.tensor({amax!r})")
+        raise TypeError(f"amax={amax!r} is not a tensor; pass torch.tensor({amax!r})")
     if amax.dim() or not amax.is_floating_point():
         raise ValueError(
-            f"amax is one number, 0-dim and of a float dtype, and this has shape "
-            f"{tuple(amax.shape)} and {amax.dtype}"
+            f"amax must be a 0-dim tensor of a float dtype, but it has shape "
+            f"{tuple(amax.shape)} and dtype {amax.dtype}"
         )
     if not quantizer.two_level or quantizer.outer_scale is not OuterScale.TENSOR:
         raise ValueError(
-            "amax sets the scale of the whole tensor, and this quantizer "
+            "amax sets the scale of the whole tensor, but this quantizer "
             f"({quantizer.fmt.name}, two_level={quantizer.two_level}, "
             f'outer_scale="{quantizer.outer_scale.value}") has none; leave amax out'
         )

@@ -192,7 +192,7 @@ class Conditioner(ABC):
 
         `encode` followed by `decode` gives the same bits as a call.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no codes: ask `has_codes` before")
+        raise NotImplementedError(f"{type(self).__name__} has no codes; check `has_codes` first")
 
     def decode(
         self,
@@ -204,7 +204,7 @@ class Conditioner(ABC):
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Return x_hat from the result of `encode` for an x of this shape."""
-        raise NotImplementedError(f"{type(self).__name__} has no codes: ask `has_codes` before")
+        raise NotImplementedError(f"{type(self).__name__} has no codes; check `has_codes` first")
 
     def decode_with_factors(
         self,
@@ -302,10 +302,7 @@ class AroundQuantizer(Conditioner):
         return shape
 
     def groups(self, n: int) -> Groups | None:
-        """Return the rotation of n entries in groups that `forward` computes; None: no rotation.
-
-        Kernels can fuse such a rotation with the quantizer.
-        """
+        """Return the rotation in groups that kernels can fuse with the quantizer, if it is one."""
         return None
 
     def for_matrix(self, x: Tensor, key: Key) -> AroundQuantizer:
@@ -361,8 +358,8 @@ class AroundQuantizer(Conditioner):
         known = tuple(self.transformed_shape((x.shape[0], x.shape[1]), dim=dim))
         if transformed.shape != known:  # `decode` relies on it
             raise ValueError(
-                f"{type(self).__name__}.forward gives {tuple(transformed.shape)} of a matrix "
-                f"{tuple(x.shape)}, and its transformed_shape says {known}; override "
+                f"{type(self).__name__}.forward turns a matrix of shape {tuple(x.shape)} into "
+                f"{tuple(transformed.shape)}, but transformed_shape gives {known}; override "
                 "transformed_shape"
             )
         return Encoded(pack(transformed, quantizer, dim=dim, key=key))

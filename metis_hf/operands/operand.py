@@ -84,8 +84,8 @@ class Operand:
     def __post_init__(self) -> None:
         if type(self.conditioner).__hash__ is None:
             raise TypeError(
-                f"conditioner {type(self.conditioner).__name__} cannot be hashed, and quantized "
-                "tensors are kept under it; write a frozen dataclass: @dataclass(frozen=True)"
+                f"conditioner {type(self.conditioner).__name__} is not hashable, but quantized "
+                "tensors are cached under it; make it a frozen dataclass: @dataclass(frozen=True)"
             )
 
     @property

@@ -7,12 +7,12 @@ from dataclasses import replace
 from metis_hf.schemes.nvidia import nvidia
 from metis_hf.schemes.parts import MeanRemoved, MetisConfig, Scheme, register_scheme
 
-_SOURCE = "arXiv 2603.10444 version 2 (Averis), a reading of its abstract"
+_SOURCE = "arXiv 2603.10444 version 2 (Averis), from its abstract"
 
 
 @register_scheme(
     "averis",
-    summary="token mean of inputs and gradients quantized apart, else `nvidia` without Hadamard",
+    summary="`nvidia` without Hadamard; token means of inputs and gradients quantized separately",
     source=_SOURCE,
 )
 def averis(config: MetisConfig, rank: int) -> Scheme:
@@ -35,7 +35,7 @@ def averis(config: MetisConfig, rank: int) -> Scheme:
 
 @register_scheme(
     "averis-hadamard",
-    summary="`averis` with what the mean leaves rotated in wgrad, as `nvidia` rotates",
+    summary="`averis` with the mean-free part rotated in wgrad, as in `nvidia`",
     source=_SOURCE,
 )
 def averis_hadamard(config: MetisConfig, rank: int) -> Scheme:

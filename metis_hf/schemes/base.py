@@ -139,7 +139,7 @@ class Scheme:
             if role is Role.WGRAD_INPUT or not self.directions(Role(role ^ 1)):
                 raise ValueError(
                     f"{role.name} cannot be corrected: the GEMM's other operand must be split, and "
-                    "backward knows no input beside the quantized one"
+                    "the backward pass has only the quantized input"
                 )
         object.__setattr__(self, "samples_rows", samples)
         object.__setattr__(self, "is_high_precision", high)
@@ -205,7 +205,7 @@ class Scheme:
             if operand is None or operand.quantizer is None:
                 continue
             if isinstance(operand.conditioner, StaticScale):
-                raise ValueError("its inputs have a static scale, which calibration fixes")
+                raise ValueError("its inputs have a static scale, which is set by calibration")
             quantizer = replace(operand.quantizer, outer_scale=OuterScale.TOKEN)
             changes[role.name.lower()] = replace(operand, quantizer=quantizer)
         if not changes:
@@ -236,7 +236,7 @@ class Scheme:
         if not changes:
             return self
         if self.state is not None:
-            raise ValueError(f"it keeps a state of its own ({type(self.state).__name__})")
+            raise ValueError(f"it already keeps other state ({type(self.state).__name__})")
         return replace(self, **changes, state=KeptSubspaces(interval, refinements, **ranks))
 
     def _own_copy(self, role: Role) -> Operand:

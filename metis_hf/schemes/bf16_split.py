@@ -7,7 +7,7 @@ from metis_hf.schemes.parts import RANK_MULTIPLE, MetisConfig, Scheme, SplitWeig
 
 @register_scheme(
     "bf16-split",
-    summary="control: weight stored as u, s, vh, residual; nothing quantized",
+    summary="control: weights stored as u, s, vh and residual; nothing quantized",
     source="arXiv 2509.00404, eq. W = U S V^T + W_R",
     rank_multiple=RANK_MULTIPLE,
 )

@@ -50,8 +50,8 @@ def import_schemes(source: str | Path) -> list[str]:
     except Exception as error:
         reason = str(error)
         if not isinstance(error, _Unusable):
-            reason = f"its code fails with {type(error).__name__}: {error}"
-        raise ValueError(f"no schemes from {source}: {reason}") from error
+            reason = f"its code raised {type(error).__name__}: {error}"
+        raise ValueError(f"cannot import schemes from {source}: {reason}") from error
     _imported[source] = tuple(names)
     return names
 
@@ -70,7 +70,7 @@ def _import_and_name(source: str) -> list[str]:
         if loaded is None:  # otherwise Python would not run it again
             sys.modules.pop(module.__name__, None)
         raise _Unusable(
-            "it registers none. Decorate a function (config, rank) -> Scheme with "
+            "it registers no scheme. Decorate a function (config, rank) -> Scheme with "
             "metis_hf.register_scheme(name, summary=..., source=...)"
         )
     return names
@@ -133,11 +133,11 @@ def _import(source: str) -> ModuleType:
     if not path.is_absolute():
         return _import_module(source)
     if not path.is_file():
-        raise _Unusable("there is no such file")
+        raise _Unusable("the file does not exist")
     name = f"metis_hf_user_{path.stem}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise _Unusable("it is no Python file, whose name ends in .py")
+        raise _Unusable("it is not a Python file (its name must end in .py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
     try:
@@ -155,8 +155,8 @@ def _import_module(name: str) -> ModuleType:
         spec = None
     if spec is None:
         raise _Unusable(
-            "Python finds no module of that name; give the path of a file (ending in .py), or "
-            "install the package"
+            "Python finds no module with that name; give the path of a .py file, or install the "
+            "package"
         )
     path = Path(spec.origin).resolve() if spec.has_location and spec.origin else None
     return (path and _loaded(str(path))) or importlib.import_module(name)

@@ -8,7 +8,7 @@ from metis_hf.schemes.parts import MetisConfig, ScaleRule, Scheme, register_sche
 
 @register_scheme(
     "four-over-six",
-    summary="the recipe of `nvidia` with 4/6 block scales for inputs and weights",
+    summary="`nvidia` with 4/6 block scales for inputs and weights",
     source="arXiv 2512.02010 (Four Over Six)",
     formats=("nvfp4",),
 )

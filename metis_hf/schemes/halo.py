@@ -18,7 +18,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "halo",
-    summary="HALO-2: Hadamard of input and weight along in, of output gradients along tokens",
+    summary="HALO-2: Hadamard along features for inputs and weights, along tokens for gradients",
     source="arXiv 2501.02625 (HALO), level 2 of its released code",
 )
 def halo(config: MetisConfig, rank: int) -> Scheme:

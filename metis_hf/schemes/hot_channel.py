@@ -10,7 +10,7 @@ from metis_hf.schemes.parts import HotChannels, MetisConfig, Scheme, register_sc
 
 @register_scheme(
     "hot-channel",
-    summary="the recipe of `nvidia` with residuals of the worst input channels added in fprop",
+    summary="`nvidia` with rounding errors of the worst input channels added back in fprop",
     source="arXiv 2602.02047 (Hot-Channel Patch, CHON)",
 )
 def hot_channel(config: MetisConfig, rank: int) -> Scheme:

@@ -9,7 +9,7 @@ from metis_hf.schemes.parts import IF4, MIXFP4, MetisConfig, Scheme, register_sc
 
 @register_scheme(
     "if4",
-    summary="`nvidia-unbiased` with blocks in E2M1 or in integers over 7, as fits better",
+    summary="`nvidia-unbiased` with each block in E2M1 or scaled INT4, whichever fits better",
     source="arXiv 2603.28765 (IF4); github.com/mit-han-lab/fouroversix",
     formats=(IF4.name,),
 )
@@ -28,8 +28,8 @@ def if4(config: MetisConfig, rank: int) -> Scheme:
 
 @register_scheme(
     "mixfp4",
-    summary="`nvidia` with blocks in E2M1 or E1M2, as fits better",
-    source="arXiv 2605.31035 (MixFP4), a reading of its abstract",
+    summary="`nvidia` with each block in E2M1 or E1M2, whichever fits better",
+    source="arXiv 2605.31035 (MixFP4), from its abstract",
     formats=(MIXFP4.name,),
 )
 def mixfp4(config: MetisConfig, rank: int) -> Scheme:

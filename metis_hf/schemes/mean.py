@@ -14,7 +14,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "mean",
-    summary="token mean of inputs and gradients quantized apart, stochastic rounding everywhere",
+    summary="token means of inputs and gradients quantized separately; all rounding stochastic",
     source="arXiv 2603.10444 (Averis)",
 )
 def mean(config: MetisConfig, rank: int) -> Scheme:

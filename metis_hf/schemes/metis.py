@@ -33,7 +33,7 @@ _CORRECTED_BY = {
 
 @register_scheme(
     "metis",
-    summary="compensated spectral splits; rounding errors added where the other operand is large",
+    summary="compensated spectral splits; rounding errors added back along dominant directions",
     source="arXiv 2509.00404, and eval/results/report/method.md",
     rank_multiple=16,  # one block
     least_rank=48,

@@ -20,7 +20,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "metis-paper",
-    summary="spectral split as published: exact residual, stochastic rounding everywhere",
+    summary="spectral splits as published: exact residuals, stochastic rounding everywhere",
     source="arXiv 2509.00404",
     rank_multiple=1,
 )
@@ -39,8 +39,8 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
     stored_split = "weight" in tensors
     if config.split_weight is False and stored_split and config.decompose is not None:
         raise ValueError(
-            'decompose names "weight", and split_weight=False keeps weights whole; leave one of '
-            "them out"
+            'decompose includes "weight", but split_weight=False keeps weights whole; drop one '
+            "of the two"
         )
     if config.split_weight is not None:
         stored_split = bool(config.split_weight)

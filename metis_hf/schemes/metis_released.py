@@ -37,7 +37,7 @@ def _released(config: MetisConfig, rank: int, input: Conditioner, dy: Conditione
 
 @register_scheme(
     "metis-released",
-    summary="the authors' code: FP4 on the weight's residual, u, s, vh a trained exact branch",
+    summary="the authors' code: residual weight in FP4; u, s, vh trained in high precision",
     source=_SOURCE,
     rank_multiple=BRANCH_MULTIPLE,
 )
@@ -61,7 +61,7 @@ def metis_released(config: MetisConfig, rank: int) -> Scheme:
 
 @register_scheme(
     "mean-released",
-    summary="the same with the exact token mean of inputs and gradients in place of their splits",
+    summary="`metis-released` with exact token means of inputs and gradients instead of splits",
     source=_SOURCE,
     rank_multiple=BRANCH_MULTIPLE,
 )

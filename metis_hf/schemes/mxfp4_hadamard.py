@@ -16,7 +16,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "mxfp4-hadamard",
-    summary="MXFP4, nearest everywhere, Hadamard without random signs in all three GEMMs",
+    summary="MXFP4, nearest rounding, Hadamard without random signs in all three GEMMs",
     source="arXiv 2605.09825; ROCm TransformerEngine MXFP4BlockScaling with its Hadamard",
 )
 def mxfp4_hadamard(config: MetisConfig, rank: int) -> Scheme:

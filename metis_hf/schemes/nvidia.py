@@ -19,7 +19,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "nvidia",
-    summary="square-tile weights, stochastic gradients, Hadamard in wgrad",
+    summary="16x16 weight tiles, stochastic gradients, random Hadamard in wgrad",
     source="arXiv 2509.25149; TransformerEngine NVFP4BlockScaling",
 )
 def nvidia(config: MetisConfig, rank: int) -> Scheme:

@@ -15,7 +15,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "nvidia-paper",
-    summary="full-width random Hadamard of all three tensors, stochastic rounding everywhere",
+    summary="full-width random Hadamard on all three tensors, stochastic rounding everywhere",
     source="arXiv 2509.00404, extended evaluation, and its released code",
 )
 def nvidia_paper(config: MetisConfig, rank: int) -> Scheme:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from metis_hf.schemes.nvidia import nvidia
 from metis_hf.schemes.parts import MetisConfig, ScaleRule, Scheme, register_scheme, with_rule
 
-_SOURCE = "github.com/IST-DASLab/Quartet-II, its scheme Nvidia"
+_SOURCE = "github.com/IST-DASLab/Quartet-II, scheme Nvidia"
 
 
 @register_scheme(
     "nvidia-unbiased",
-    summary="the recipe of `nvidia` with gradients scaled to 16/17 of the largest code",
+    summary="`nvidia` with gradients scaled to 16/17 of the largest code",
     source=_SOURCE,
     formats=("nvfp4",),
 )
@@ -30,7 +30,7 @@ def nvidia_unbiased(config: MetisConfig, rank: int) -> Scheme:
 
 @register_scheme(
     "four-over-six-unbiased",
-    summary="`nvidia-unbiased` with 4/6 block scales for input and weight of fprop",
+    summary="`nvidia-unbiased` with 4/6 block scales for inputs and weights in fprop",
     source=f"{_SOURCE} with four_over_six",
     formats=("nvfp4",),
 )

@@ -17,7 +17,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "occ",
-    summary="inputs clamped at their 1 % and 99 % quantiles plus a sparse BF16 rest; DGE weights",
+    summary="inputs clamped at 1 % and 99 % quantiles, sparse BF16 remainder; DGE for weights",
     source="arXiv 2501.17116 (FP4 training, OCC and DGE)",
 )
 def occ(config: MetisConfig, rank: int) -> Scheme:
@@ -36,8 +36,8 @@ def occ(config: MetisConfig, rank: int) -> Scheme:
     fmt = quantizers[0].fmt
     if isinstance(fmt.element, MixedFormat | CodebookFormat):
         raise ValueError(
-            "the estimator of its weights' gradients works between the codes of one grid, the same "
-            f"on both sides of zero, which blocks of {fmt.name} need not have; choose "
+            "its estimator of weight gradients needs one grid of codes, the same on both sides of "
+            f"zero, and blocks of {fmt.name} may not have one; choose "
             "another format or scheme"
         )
     return three_operands(config, quantizers, input=Clamped(), weight=DifferentiableEstimator())

@@ -16,7 +16,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "omniquant",
-    summary="trained clipping of weights; for inference, here a training-time conditioner",
+    summary="trained weight clipping (designed for inference, here used in training)",
     source="arXiv 2308.13137, learnable weight clipping",
 )
 def omniquant(config: MetisConfig, rank: int) -> Scheme:
@@ -30,5 +30,7 @@ def omniquant(config: MetisConfig, rank: int) -> Scheme:
     quantizers = nearest_forward(config)
     fmt = quantizers[0].fmt
     if fmt.block_size is None:
-        raise ValueError(f"{fmt.name} has one scale per row, and clipping is by blocks")
+        raise ValueError(
+            f"{fmt.name} has one scale per row, but clipping needs blocks; choose a block format"
+        )
     return replace(three_operands(config, quantizers), weight=ClippedWeight(fmt.block_size))

@@ -10,7 +10,7 @@ from metis_hf.schemes.smoothquant import smoothquant
 
 @register_scheme(
     "outlier-suppression-plus",
-    summary="(x - z) / s and w * s per channel; for inference, here a training-time conditioner",
+    summary="(x - z) / s and w * s per channel (designed for inference, here used in training)",
     source="arXiv 2304.09145",
 )
 def outlier_suppression_plus(config: MetisConfig, rank: int) -> Scheme:

@@ -304,8 +304,8 @@ def refuse_shared(config: MetisConfig) -> None:
     """
     if config.operand_mode == "shared":
         raise ValueError(
-            f'scheme "{config.scheme}" casts a copy per GEMM; operand_mode="shared" would be '
-            'another scheme. Leave operand_mode unset, or use scheme "nvfp4"'
+            f'scheme "{config.scheme}" quantizes a copy for each GEMM; operand_mode="shared" '
+            'would make it a different scheme. Leave operand_mode unset, or use scheme "nvfp4"'
         )
 
 

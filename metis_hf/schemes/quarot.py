@@ -15,7 +15,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "quarot",
-    summary="full-width random Hadamard of both operands, nearest forward (meant for inference)",
+    summary="full-width random Hadamard on both operands, nearest forward (designed for inference)",
     source="arXiv 2404.00456 (QuaRot)",
 )
 def quarot(config: MetisConfig, rank: int) -> Scheme:

@@ -40,7 +40,7 @@ class SharedSigns(LayerState):
 
 @register_scheme(
     "quartet2",
-    summary="4/6 forward; backward operands by MS-EDEN: random basis, nearest, corrected scales",
+    summary="4/6 scales forward; MS-EDEN backward: random rotation, nearest, corrected scales",
     source="arXiv 2601.22813 (Quartet II); github.com/IST-DASLab/Quartet-II",
     formats=("nvfp4",),
 )

@@ -15,7 +15,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "quip",
-    summary="random orthogonal Kronecker rotation of both operands (meant for inference)",
+    summary="random orthogonal Kronecker rotation of both operands (designed for inference)",
     source="arXiv 2307.13304 (QuIP)",
 )
 def quip(config: MetisConfig, rank: int) -> Scheme:

@@ -57,15 +57,15 @@ class SchemeInfo:
         refused = f"scheme {self.name!r} does not take format={name!r}"
         if self.formats is not None and name not in self.formats:
             raise ValueError(
-                f"{refused}: it is defined by {' or '.join(self.formats)}. Leave format unset, or "
-                'choose a scheme that takes any format, such as "nvfp4-rne" or "metis"'
+                f"{refused}: it is defined only for {' or '.join(self.formats)}. Leave format "
+                'unset, or choose a scheme that takes any format, such as "nvfp4-rne" or "metis"'
             )
         try:
             return self._built(config, rank)
         except ValueError as error:
             if not self._builds_in_its_own_format(config, rank):
                 raise
-            raise ValueError(f"{refused} as it is configured: {error}") from error
+            raise ValueError(f"{refused} in this configuration: {error}") from error
 
     def _builds_in_its_own_format(self, config: MetisConfig, rank: int) -> bool:
         """Return whether the scheme supports the config once its format is unset."""
@@ -79,8 +79,8 @@ class SchemeInfo:
         scheme = self.builder(config, rank)
         if not isinstance(scheme, Scheme):
             raise TypeError(
-                f"the function of scheme {self.name!r} (in {self.module}) returns {scheme!r}; "
-                "return a Scheme"
+                f"the function of scheme {self.name!r} (in {self.module}) returned {scheme!r}; "
+                "it must return a Scheme"
             )
         return replace(scheme, rank=rank)
 
@@ -148,9 +148,9 @@ def scheme_info(name: str) -> SchemeInfo:
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ValueError(
         f"scheme {name!r} is not registered{hint} Registered: {', '.join(SCHEMES)}. "
-        "A scheme of your own must be registered before a model is converted or loaded: name its "
-        "file with --import on the command line (--import of recipes), or call "
-        "metis_hf.schemes.import_schemes." + "".join(f" {reason}." for reason in missing)
+        "Register your own scheme before you convert or load a model: pass its file with --import "
+        "to the command or recipe, or call metis_hf.schemes.import_schemes."
+        + "".join(f" {reason}." for reason in missing)
     )
 
 
@@ -171,7 +171,7 @@ def _find_installed() -> list[str]:
             package = f"package {entry.dist.name!r}" if entry.dist else "an installed package"
             reason = (
                 f"The schemes of {package} are missing: its entry point {entry.name!r} "
-                f"({entry.value}) fails with {type(error).__name__}: {error}"
+                f"({entry.value}) failed with {type(error).__name__}: {error}"
             )
             _tried[entry] = reason
             warnings.warn(f"{reason}. Repair or uninstall it", stacklevel=3)

@@ -17,7 +17,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "smoothquant",
-    summary="x / s and w * s per channel; for inference, here a training-time conditioner",
+    summary="x / s and w * s per channel (designed for inference, here used in training)",
     source="arXiv 2211.10438",
 )
 def smoothquant(config: MetisConfig, rank: int) -> Scheme:

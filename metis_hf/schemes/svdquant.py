@@ -10,7 +10,7 @@ from metis_hf.schemes.smoothquant import smoothquant
 
 @register_scheme(
     "svdquant",
-    summary="smoothing, low-rank weight branch not in FP4; for inference, here trained with it",
+    summary="smoothing and a high-precision low-rank weight branch (designed for inference)",
     source="arXiv 2411.05007",
     rank_multiple=RANK_MULTIPLE,
 )

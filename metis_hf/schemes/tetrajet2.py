@@ -18,7 +18,7 @@ from metis_hf.schemes.parts import (
 
 @register_scheme(
     "tetrajet2",
-    summary="backward operands requantized from the forward copies, rotated; oscillation reset",
+    summary="rotated backward operands, requantized from forward copies; oscillation reset",
     source="arXiv 2510.27527; github.com/thu-ml/TetraJet-v2-NVFP4Training",
     formats=("nvfp4",),
 )

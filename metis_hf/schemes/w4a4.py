@@ -39,19 +39,19 @@ def w4a4(config: MetisConfig, rank: int) -> Scheme:
     """
     if config.split_weight:
         raise ValueError(
-            f'scheme "{config.scheme}" trains what is deployed, and '
+            f'scheme "{config.scheme}" trains the layer that is deployed, but '
             f"split_weight={config.split_weight!r} stores "
             "factors, which no deployed layer has; leave split_weight unset"
         )
     if config.scale_rounding not in (None, "nearest"):
         raise ValueError(
-            f'scheme "{config.scheme}" rounds block scales to nearest, as kernels of deployed '
-            f"layers do, and scale_rounding={config.scale_rounding!r} would train another model; "
-            "leave scale_rounding unset"
+            f'scheme "{config.scheme}" rounds block scales to nearest, as the kernels of '
+            f"deployed layers do; scale_rounding={config.scale_rounding!r} would train a different "
+            "model. Leave scale_rounding unset"
         )
     if not config.two_level:
         raise ValueError(
-            f'scheme "{config.scheme}" fixes tensor scales, and two_level=False has none; leave '
+            f'scheme "{config.scheme}" fixes tensor scales, but two_level=False has none; leave '
             "two_level unset"
         )
     forward, _ = nearest_forward(config)
@@ -66,7 +66,7 @@ def w4a4(config: MetisConfig, rank: int) -> Scheme:
 
 @register_scheme(
     "w4a16",
-    summary="NVFP4 weights as deployed, all else in high precision",
+    summary="NVFP4 weights as deployed, everything else in high precision",
     source="compressed-tensors' preset NVFP4A16",
     formats=(NVFP4.name,),
 )

@@ -66,9 +66,9 @@ def last_checkpoint(
         if reason is None:
             chosen = path
             break
-        passed.append(f"{path} is not whole ({reason})")
+        passed.append(f"{path} is incomplete ({reason})")
     if passed:
-        instead = "there is no older one" if chosen is None else f"{chosen.name} is taken instead"
+        instead = "there is no older one" if chosen is None else f"{chosen.name} is used instead"
         logger.warning("%s; %s", "; ".join(passed), instead)
     return None if chosen is None else str(chosen)
 
@@ -139,7 +139,7 @@ def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
         for name in _SIZES:
             size = part.get(name)
             if isinstance(size, int | float) and (size < 0 or (not size and name in _NEVER_ZERO)):
-                raise ValueError(f"{where} has {name}={size}, which no model has; correct it")
+                raise ValueError(f"{where} has {name}={size}, an impossible size; correct it")
 
 
 def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
@@ -155,7 +155,7 @@ def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
     """
     directory = Path(path, options.get("subfolder") or "")
     if directory.is_dir() and (reason := model_damage(directory)) is not None:
-        raise ValueError(f"{directory} is not whole: {reason}; copy its files again")
+        raise ValueError(f"{directory} is incomplete: {reason}; copy its files again")
     with_info = options.pop("output_loading_info", False)
     model, found = cls.from_pretrained(path, output_loading_info=True, **options)
     made_up = [name for name, _ in model.named_parameters() if name in found["missing_keys"]]
@@ -163,8 +163,8 @@ def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
         saved = (getattr(model.config, "architectures", None) or ["another class"])[0]
         raise ValueError(
             f"{path} lacks {some(made_up)}, which {type(model).__name__} needs and which would be "
-            f"random: it was saved from {saved}. Copy its files again, or name a checkpoint of the "
-            "whole model, with its head"
+            f"random; it was saved from {saved}. Copy its files again, or choose a checkpoint of "
+            "the whole model, with its head"
         )
     return (model, found) if with_info else model
 
@@ -201,8 +201,8 @@ def refuse_link(path: Path, directory: Path) -> None:
         inside.append(root.parent.parent / "blobs")
     if not any(target.is_relative_to(place) for place in inside):
         raise ValueError(
-            f"{path} is a link to {target}, outside of {root}, and is not followed: the "
-            "directory may come from somebody else. Put the file itself there"
+            f"{path} is a link to {target}, outside of {root}, and is not followed, because the "
+            "directory may be untrusted. Replace the link with the file itself"
         )
 
 
@@ -224,7 +224,7 @@ def _missing_shard(directory: Path) -> str | None:
         index = read_json(path)
         shards = index.get("weight_map", {}) if isinstance(index, dict) else None
         if not isinstance(shards, dict) or not all(isinstance(x, str) for x in shards.values()):
-            return f"{path.name} is no index of weights"
+            return f"{path.name} is not an index of weights"
         wanted |= set(shards.values())
     missing = sorted(wanted - names)
     return f"no {missing[0]}" if missing else None
@@ -251,7 +251,7 @@ def depth_damage(directory: Path) -> str | None:
             stored += len(tensors.keys())
     if most <= stored:
         return None
-    return f"{file.name} has {most:,} layers, and the weights {stored:,} tensors"
+    return f"{file.name} has {most:,} layers, but the weights have only {stored:,} tensors"
 
 
 def _indices(directory: Path) -> list[Path]:
@@ -276,7 +276,7 @@ def file_damage(path: Path) -> str | None:
         if path.suffix in _TORCH_FILES:
             return _torch_file_damage(path)
     except (SafetensorError, ValueError):
-        return f"{path.name} is cut short"
+        return f"{path.name} is truncated"
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     return None
@@ -287,7 +287,7 @@ def _torch_file_damage(path: Path) -> str | None:
         start = file.read(len(_ZIP))
     # A zip file ends with its directory. The legacy format does not record its length.
     whole = zipfile.is_zipfile(path) if start == _ZIP else len(start) == len(_ZIP)
-    return None if whole else f"{path.name} is cut short"
+    return None if whole else f"{path.name} is truncated"
 
 
 def _may_hold_weights(path: Path) -> bool:

@@ -33,7 +33,7 @@ def device_of(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:  # depends on the backend
         reason = re.split(r"\.\s|\n", str(error).strip())[0]
         raise ValueError(
-            f"device={name!r} cannot be used here ({reason}); choose cpu, or leave it out to take "
-            "the accelerator that there is"
+            f"device={name!r} cannot be used here ({reason}); choose cpu, or omit the device to "
+            "use the available accelerator"
         ) from None
     return device

@@ -79,7 +79,7 @@ def _refusal(path: Path, lock: Path, option: str, what: Path | None) -> str:
     elif what is None:
         what = path.with_name(path.name[1 : -len(LOCK_FILE)])
     message = (
-        f"{what} is in use by {who}. Wait for that process or end it, or choose another {option}"
+        f"{what} is in use by {who}. Wait for that process, stop it, or choose another {option}"
     )
     return f"{message}; if it has ended, delete {lock}" if elsewhere else message
 

@@ -75,12 +75,12 @@ def reading(what: str | Path) -> Iterator[None]:
             raise
         if kind == "UnpicklingError":  # torch's message tells how to run the code
             raise ValueError(
-                f"{what} holds Python objects beside tensors, which could run code, and is not "
-                "read; ask for the weights as safetensors"
+                f"{what} contains Python objects besides tensors, which could run code, so it is "
+                "not read; get the weights as safetensors"
             ) from error
         raise ValueError(
-            f"{what} cannot be read ({kind}: {one_line(error)}): its files are damaged, or do not "
-            "belong together"
+            f"{what} cannot be read ({kind}: {one_line(error)}): its files are damaged or do not "
+            "match"
         ) from error
 
 

@@ -46,9 +46,9 @@ def name_pattern(text: str, before: str = "", after: str = "") -> Any:
     except re2.error as error:
         reason = error.args[0].decode(errors="replace")
         raise ValueError(
-            f"RE2, which matches in linear time, does not take it ({reason}). Instead of a "
-            "look-ahead, name in exclude_modules what must not match; instead of a back-reference, "
-            "write the alternatives out; counts such as {2,9} go up to 1000"
+            f"RE2, which matches in linear time, does not support it ({reason}). Instead of a "
+            "look-ahead, list what must not match in exclude_modules; instead of a back-reference, "
+            "write out the alternatives; counts such as {2,9} go up to 1000"
         ) from None
 
 

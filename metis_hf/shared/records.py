@@ -70,7 +70,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
     except ValueError as error:  # not UTF-8, not JSON, or an integer of thousands of digits
-        raise ValueError(f"{path} is not a whole JSON file ({error})") from None
+        raise ValueError(f"{path} is not a valid JSON file ({error})") from None
     except RecursionError:
         raise ValueError(f"{path} is JSON that is nested too deeply") from None
 

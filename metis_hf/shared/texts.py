@@ -14,10 +14,7 @@ def bounded(path: Path, most: int) -> Path:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a file")
     if path.is_file() and (size := path.stat().st_size) > most:
-        raise ValueError(
-            f"{path} has {size:,} bytes, and what it should hold takes less than {most:,}; name "
-            "another file"
-        )
+        raise ValueError(f"{path} has {size:,} bytes; choose a file of at most {most:,} bytes")
     return path
 
 
@@ -35,5 +32,5 @@ def utf8_text(path: Path, encoding: str = "utf-8") -> str:
         return path.read_text(encoding)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8 text ({error}); give a text file, or convert it"
+            f"{path} is not UTF-8 text ({error}); pass a text file, or convert this one to UTF-8"
         ) from None

@@ -34,8 +34,8 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         node = loader.get_single_node()
         if _count(node, {}) > max(_VALUES, len(text)):
             raise ValueError(
-                f"{path}: its aliases (*name) stand for more than {_VALUES:,} values; write out "
-                "what you mean"
+                f"{path}: its aliases (*name) expand to more than {_VALUES:,} values; write the "
+                "values out"
             )
         values = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -45,7 +45,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     finally:
         loader.dispose()
     if values is not None and not isinstance(values, dict):
-        raise ValueError(f"{path} is not a mapping of names to values, as in `seeds: [0, 1]`")
+        raise ValueError(f"{path} is not a mapping of names to values, such as `seeds: [0, 1]`")
     return values or {}
 
 
@@ -70,7 +70,7 @@ def as_arguments(values: Mapping[str, Any]) -> list[str]:
     arguments = []
     for name, value in values.items():
         if value is None:
-            raise ValueError(f"{name} has no value; give it one, or leave the line out")
+            raise ValueError(f"{name} has no value; set one, or remove the line")
         if isinstance(value, list):
             arguments += [f"--{name}", *map(str, value)]
         else:

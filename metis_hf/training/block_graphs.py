@@ -70,7 +70,7 @@ class BlockGraphs:
             if reason := changing_state(block.module):
                 block.refuse(reason)
         if not self.blocks:
-            self.refused = "no block that FSDP2 wraps by itself has a converted layer"
+            self.refused = "no block that FSDP2 wraps separately contains a converted layer"
             logger.warning("cuda_graphs: steps run in Python: %s", self.refused)
 
     def places(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
@@ -151,12 +151,15 @@ class _Block(Recordings):
         before = state()
         returned = self._python(*call[0], **call[1])
         if not torch.equal(state(), before):
-            self.refuse("a block draws random numbers (dropout), and would draw others again")
+            self.refuse(
+                "a block draws random numbers (dropout), and recomputing it would draw different "
+                "ones"
+            )
         leaves, tree = tree_flatten(returned)
         if all(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves):
             self._returned[key] = [torch.empty_like(leaf, device="meta") for leaf in leaves], tree
         else:
-            self.refuse("a block returns something else than tensors of floats")
+            self.refuse("a block returns something other than floating-point tensors")
         return returned
 
     def _new(

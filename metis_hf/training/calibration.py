@@ -131,7 +131,7 @@ def calibrate(
     if method not in METHODS:
         raise ValueError(f"method={method!r}; choose one of {', '.join(METHODS)}")
     if not 50 < percentile <= 100:
-        raise ValueError(f"percentile={percentile}; expected more than 50 and at most 100")
+        raise ValueError(f"percentile={percentile}; expected a number above 50 and at most 100")
     layers = _static_layers(model)
     observed = {name: layer for name, layer in layers.items() if _state(layer).input}
     seen = {name: _Seen() for name in observed}
@@ -218,7 +218,7 @@ def _static_layers(model: nn.Module) -> _Layers:
     if not layers:
         raise ValueError(
             "the model has no layer with static tensor scales; convert it with "
-            'get_metis_model(model, MetisConfig(scheme="w4a4")), or "w4a16"'
+            'get_metis_model(model, MetisConfig(scheme="w4a4")) or with scheme="w4a16"'
         )
     return layers
 
@@ -288,7 +288,7 @@ def _observe(
             model(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
 
         if batch is None and not (several_processes() and _is_whole(model)):
-            raise ValueError("calibration got no batch; pass token ids of some text")
+            raise ValueError("calibration received no batch; pass token ids of some text")
 
 
 def _is_whole(model: nn.Module) -> bool:
@@ -349,9 +349,9 @@ def _refuse_unseen(groups: dict[str, list[_Seen]]) -> None:
     unseen = [name for name, group in groups.items() if not any(one.tokens for one in group)]
     if unseen:
         raise UnseenLayers(
-            f"{some(unseen, 3)} saw no token, or NaN or inf in every batch, so there is nothing to "
-            "make a scale of; run more text through the model, or leave the layer out with "
-            "exclude_modules (a model may read its weight without calling it)"
+            f"{some(unseen, 3)} saw no token, or NaN or inf in every batch, so no scale can be "
+            "computed; run more text through the model, or exclude the layer with exclude_modules "
+            "(the model may read its weight without calling it)"
         )
 
 

@@ -177,7 +177,9 @@ class MetisCallback(ResumeGuard):
             check_optimizer(self._layers, optimizer)
         check_dtypes(model)
         if args.logging_nan_inf_filter:
-            logger.info("logging_nan_inf_filter switched off: a NaN loss must show in the logs")
+            logger.info(
+                "logging_nan_inf_filter was turned off, so that a NaN loss shows in the logs"
+            )
             args.logging_nan_inf_filter = False
         self._refresh_every = interval_of(model, self.refresh_interval)
         check_states(model)
@@ -185,28 +187,31 @@ class MetisCallback(ResumeGuard):
         check_accelerate()
         if self.health_interval and any(m.shards and m.shards.cut for m in self._layers.values()):
             raise NotImplementedError(
-                f"health_interval={self.health_interval} under tensor parallelism, where each "
-                "process sees a part of a layer's tensors. Pass MetisCallback(health_interval=0)"
+                f"health_interval={self.health_interval} does not work under tensor parallelism, "
+                "where each process sees only a part of a layer's tensors. Pass "
+                "MetisCallback(health_interval=0)"
             )
         if self.freeze_scales is not None and not has_static_scales(model):
             raise ValueError(
-                f"freeze_scales={self.freeze_scales}, and no layer of the model has static tensor "
-                'scales; convert it with scheme "w4a4" or "w4a16", or leave freeze_scales out'
+                f"freeze_scales={self.freeze_scales}, but no layer of the model has static tensor "
+                'scales; convert the model with scheme "w4a4" or "w4a16", or leave freeze_scales '
+                "out"
             )
         self._freeze_at, self._unseen = self._first_step_to_freeze(model, state), None
         if args.torch_compile:
             check_compilation(self._layers)
             logger.warning(
-                "torch_compile: the first step takes long and shows nothing, since torch.compile "
-                "traces %d quantized layers one by one. Their quantizers are as fast without it",
+                "torch_compile: the first step takes a long time without output, because "
+                "torch.compile traces %d quantized layers one by one. The quantizers are just as "
+                "fast without it",
                 len(self._layers),
             )
         self._precision = precision_of(next(iter(self._layers.values())).config, resumed)
         if state.is_world_process_zero:
             if state.is_hyper_param_search and self._trial_directory is None:
                 logger.warning(
-                    "the records of each trial in %s replace the records of the trial before. Use "
-                    "MetisTrainer, which keeps them beside the trial's checkpoints",
+                    "each trial overwrites the records of the previous trial in %s. Use "
+                    "MetisTrainer, which keeps them with the trial's checkpoints",
                     args.output_dir,
                 )
             directory = self._directory(args)
@@ -225,25 +230,26 @@ class MetisCallback(ResumeGuard):
             return None
         if wanted > state.max_steps:
             raise ValueError(
-                f"freeze_scales={wanted} of {state.max_steps} steps: scales would never be fixed; "
-                "choose a step of the run"
+                f"freeze_scales={wanted}, but the run has {state.max_steps} steps: scales would "
+                "never be fixed; choose a step of the run"
             )
         begun = scales_are_fixed(model) or scales_are_begun(model)
         if wanted > state.global_step:
             if state.global_step and not begun:
                 logger.warning(
-                    "the run goes on from step %d, and its checkpoint has nothing of the inputs "
-                    "before it (one of adapters does not hold that): freeze_scales=%d makes scales "
-                    "of the steps from here on alone",
+                    "the run resumes from step %d, and its checkpoint has no record of earlier "
+                    "inputs (adapter checkpoints do not store it): freeze_scales=%d computes "
+                    "scales from the remaining steps alone",
                     state.global_step,
                     wanted,
                 )
             return wanted
         if not begun:
             raise ValueError(
-                f"the run goes on from step {state.global_step}, freeze_scales={wanted} has fixed "
-                "scales before it, and the checkpoint has none: one of adapters does not hold "
-                "them. Calibrate the model before training (calibrate), or start the training again"
+                f"the run resumes from step {state.global_step}, freeze_scales={wanted} fixed the "
+                "scales before that, and the checkpoint does not have them: adapter checkpoints "
+                "do not store scales. Calibrate the model before training (calibrate), or restart "
+                "the training"
             )
         return None if scales_are_fixed(model) else state.global_step + 1  # a resumed run
 
@@ -302,10 +308,10 @@ class MetisCallback(ResumeGuard):
         asked = self.freeze_scales is not None and state.global_step >= self.freeze_scales
         if asked and not scales_are_fixed(self._model) and state.is_world_process_zero:
             logger.warning(
-                "freeze_scales=%s, and the run ends with a model whose scales are not fixed: %s. "
-                "Call metis_hf.calibrate or freeze_scales before it is exported",
+                "freeze_scales=%s was set, but the run ends with a model whose scales are not "
+                "fixed: %s. Call metis_hf.calibrate or freeze_scales before you export it",
                 self.freeze_scales,
-                self._unseen or "it is a checkpoint of before",
+                self._unseen or "the checkpoint was saved before they were fixed",
             )
 
     def on_log(
@@ -327,7 +333,7 @@ class MetisCallback(ResumeGuard):
         except UnseenLayers as error:
             if self._unseen is None and state.is_world_process_zero:
                 logger.warning(
-                    "freeze_scales=%s waits, and tries again after each step: %s",
+                    "freeze_scales=%s is delayed and will be retried after each step: %s",
                     self.freeze_scales,
                     error,
                 )
@@ -344,9 +350,9 @@ class MetisCallback(ResumeGuard):
                 state.global_step,
                 logs.get("loss"),
                 logs.get("grad_norm"),
-                "the next step is measured to name the layer"
+                "the next step will be measured to find the layer"
                 if self._alarm
-                else "health_interval=0 measures no step that would name the layer",
+                else "health_interval=0 turns off the measurement that would find the layer",
             )
         if self._pending:
             logs.update(self._pending)

@@ -85,7 +85,7 @@ def changing_state(model: nn.Module) -> str | None:
         if layer.state_names and layer.scheme.state and not layer.scheme.state.can_be_recorded
     }
     names = ", ".join(sorted(schemes))
-    return f"{names} keeps a state that changes with each step" if names else None
+    return f"{names} keeps state that changes with each step" if names else None
 
 
 class Recordings:
@@ -114,7 +114,7 @@ class Recordings:
         if self.refused or any(layer._forward_hooks for layer in self._layers):
             return True
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
-            self.refuse(f"a batch holds a {type(unknown[0]).__name__}, which cannot be copied in")
+            self.refuse(f"a batch contains a {type(unknown[0]).__name__}, which cannot be copied")
         return bool(unknown)
 
     def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -162,8 +162,8 @@ class Recordings:
         if not self._is_full:
             self._is_full = True
             logger.warning(
-                "cuda_graphs: %d kinds of steps are recorded, and each keeps the memory of a step; "
-                "all others run in Python. Pad batches to fewer lengths",
+                "cuda_graphs: %d kinds of steps are recorded, each of which keeps the memory of "
+                "a step; all other kinds run in Python. Pad batches to fewer distinct lengths",
                 MOST_RECORDINGS,
             )
         return False
@@ -242,7 +242,7 @@ class StepGraphs(Recordings):
                 reason = str(cause).strip().splitlines()[0]
             finally:
                 release(self._model)
-        self.refuse(f"recording one failed: {reason}")
+        self.refuse(f"recording a step failed: {reason}")
         return None
 
     def _play(self, recording: _Recording, batch: list[Any], count: Any) -> Tensor:
@@ -302,9 +302,10 @@ def average(model: DistributedDataParallel) -> None:
     trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
     if missing := [name for name, p in trained if p.grad is None]:
         raise ValueError(
-            f"cuda_graphs: {len(missing)} of {len(trained)} parameters have no gradient, the first "
-            f"is {missing[0]}, and processes can only average what each has. Freeze what the loss "
-            "does not depend on (requires_grad_(False)), or leave cuda_graphs out"
+            f"cuda_graphs: {len(missing)} of {len(trained)} trainable parameters have no gradient, "
+            f"the first is {missing[0]}, and processes can only average gradients that all of them "
+            "have. Freeze the parameters that the loss does not depend on "
+            "(requires_grad_(False)), or leave cuda_graphs out"
         )
     group, size = model.process_group, dist.get_world_size(model.process_group)
     gradients = [p.grad for _, p in trained]
@@ -346,18 +347,18 @@ def obstacles(args: TrainingArguments) -> list[str]:
     if os.environ.get(ENVIRONMENT) == "0":
         reasons.append(f"{ENVIRONMENT}=0 is set")
     if args.device.type != "cuda":
-        reasons.append(f"the device is {args.device.type}, and CUDA graphs need a CUDA device")
+        reasons.append(f"the device is {args.device.type}, but CUDA graphs need a CUDA device")
     if args.n_gpu > 1:
-        reasons.append(f"one process drives {args.n_gpu} devices; start one for each (torchrun)")
+        reasons.append(f"one process drives {args.n_gpu} devices; start one each (torchrun)")
     if args.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        reasons.append("DeepSpeed keeps gradients in places of its own; use DDP or FSDP2")
+        reasons.append("DeepSpeed keeps gradients in its own buffers; use DDP or FSDP2")
     if args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
         reasons += _obstacles_of_fsdp(args)
     if args.fp16:
-        reasons.append("fp16 scales its loss by a number of the host's; use bf16")
+        reasons.append("fp16 scales the loss by a number on the host; use bf16")
     if args.torch_compile:
         reasons.append(
-            'torch_compile has CUDA graphs of its own (torch_compile_mode="reduce-overhead")'
+            'torch_compile has its own CUDA graphs (torch_compile_mode="reduce-overhead")'
         )
     if args.torch_empty_cache_steps is not None:
         reasons.append("torch_empty_cache_steps frees memory that recordings use")
@@ -374,8 +375,8 @@ def _obstacles_of_fsdp(args: TrainingArguments) -> list[str]:
     by_launcher = parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING")
     if args.gradient_checkpointing or by_config or by_launcher:
         reasons.append(
-            "recorded blocks are computed again in the backward pass; leave activation "
-            "checkpointing out, which would do so twice"
+            "recorded blocks are already recomputed in the backward pass; turn off activation "
+            "checkpointing, which would recompute them a second time"
         )
     return reasons
 

@@ -69,8 +69,8 @@ class DistillTrainerMixin:
         check_temperature(temperature)
         if not 0 <= cross_entropy_share <= 1:
             raise ValueError(
-                f"cross_entropy_share={cross_entropy_share}; expected a share from 0 (the teacher "
-                "alone) to 1 (the labels alone)"
+                f"cross_entropy_share={cross_entropy_share}; expected a share from 0 (only the "
+                "teacher) to 1 (only the labels)"
             )
         super().__init__(*args, **kwargs)
         self.temperature = temperature
@@ -211,8 +211,8 @@ def token_mask(inputs: dict[str, Any]) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask is {shape}; distillation reads padding off a mask [batch, tokens]. "
-            "Leave the mask out where a batch has no padding"
+            f"attention_mask is {shape}; distillation needs a mask [batch, tokens] to find "
+            "padding. Leave the mask out if the batch has no padding"
         )
     return mask.bool()
 

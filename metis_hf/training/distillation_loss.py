@@ -58,16 +58,17 @@ def distillation_loss(
     check_temperature(temperature)
     if student_logits.shape != teacher_logits.shape or student_logits.dim() == 0:
         raise ValueError(
-            f"the student's logits have shape {list(student_logits.shape)}, the teacher's "
-            f"{list(teacher_logits.shape)}; both models need the same tokens and one vocabulary"
+            f"the student's logits have shape {list(student_logits.shape)} and the teacher's "
+            f"{list(teacher_logits.shape)}; both models need the same tokens and the same "
+            "vocabulary"
         )
     shape = student_logits.shape[:-1]
     if mask is None:
         mask = torch.ones(shape, dtype=torch.bool, device=student_logits.device)
     if mask.shape != shape:
         raise ValueError(
-            f"mask has shape {list(mask.shape)}, the logits {list(student_logits.shape)}; give one "
-            "truth value for each row of logits"
+            f"mask has shape {list(mask.shape)} and the logits have shape "
+            f"{list(student_logits.shape)}; give one boolean for each row of logits"
         )
     counted = mask.to(student_logits.device).bool().reshape(-1)
     divisor = torch.as_tensor(counted.sum() if tokens is None else tokens).to(counted.device)

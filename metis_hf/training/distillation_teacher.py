@@ -22,8 +22,9 @@ from metis_hf.training.precision import high_precision
 # Inputs that only the student gets.
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 _OTHER_VOCABULARY = (
-    "distillation compares whole next-token distributions, so both need one vocabulary. Take a "
-    "teacher of the student's family, such as the model that the student was converted from"
+    "distillation compares whole next-token distributions, so both models need the same "
+    "vocabulary. Choose a teacher from the student's model family, such as the model that the "
+    "student was converted from"
 )
 
 
@@ -59,8 +60,8 @@ class Teacher:
             return
         if is_deepspeed_zero3_enabled():
             raise ValueError(
-                "DeepSpeed ZeRO-3 would cut the teacher's weights into parts that nothing gathers; "
-                "train with ZeRO-2, FSDP2 or DDP, where each process holds the teacher whole"
+                "DeepSpeed ZeRO-3 would shard the teacher's weights, and nothing would gather "
+                "them; train with ZeRO-2, FSDP2 or DDP, where each process holds the whole teacher"
             )
         if isinstance(source, str | Path):
             source = _load(str(source), student, dtype, tokenizer)
@@ -103,8 +104,8 @@ def logits_of(role: str, outputs: Any) -> Tensor:
     logits = getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
         raise ValueError(
-            f"the {role} returned no logits, and distillation compares logits; give a causal "
-            "language model, without a loss that is fused with its head (use_liger_kernel=False)"
+            f"the {role} returned no logits, but distillation compares logits; use a causal "
+            "language model whose loss is not fused with its head (use_liger_kernel=False)"
         )
     return logits
 
@@ -151,22 +152,22 @@ def _check_causal(role: str, model: Any) -> None:
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
         raise ValueError(
-            f"{role} is {shown(model)}; expected a transformers model, or for the teacher a path, "
-            "a hub name, or None"
+            f"{role} is {shown(model)}; expected a transformers model (or, for the teacher, a "
+            "path, a hub name, or None)"
         )
     _check_decoder(role, config)
     if output_head(model) is None:
         raise ValueError(
-            f"{role} is a {type(model).__name__}, which has no language model head and so no "
-            "logits of next tokens; load it with AutoModelForCausalLM"
+            f"{role} is a {type(model).__name__}, which has no language model head and thus no "
+            "next-token logits; load it with AutoModelForCausalLM"
         )
 
 
 def _check_decoder(role: str, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{role} is an encoder-decoder ({config.model_type}); distillation takes causal "
-            "language models, whose logits belong to the tokens of input_ids"
+            f"{role} is an encoder-decoder ({config.model_type}); distillation needs a causal "
+            "language model, whose logits correspond to the tokens of input_ids"
         )
 
 
@@ -179,8 +180,8 @@ def _vocabulary(model: Any) -> int:
 def _check_sizes(student: int, teacher: int) -> None:
     if student != teacher:
         raise ValueError(
-            f"the teacher has a vocabulary of {teacher}, the student of {student}: "
-            f"{_OTHER_VOCABULARY}, or resize_token_embeddings where they differ by padding only"
+            f"the teacher has a vocabulary of {teacher} tokens and the student one of {student}: "
+            f"{_OTHER_VOCABULARY}, or call resize_token_embeddings if they differ only in padding"
         )
 
 
@@ -196,8 +197,8 @@ def _check_tokens(tokenizer: Any, name: str) -> None:
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if tokens.get(number, token) != token:
             raise ValueError(
-                f"token {number} is {shown(token)} to the student's tokenizer and "
-                f"{shown(tokens[number])} to the teacher's ({name}): {_OTHER_VOCABULARY}"
+                f"token {number} is {shown(token)} in the student's tokenizer and "
+                f"{shown(tokens[number])} in the teacher's ({name}): {_OTHER_VOCABULARY}"
             )
 
 
@@ -207,8 +208,8 @@ def _check_apart(student: nn.Module, teacher: nn.Module) -> None:
     for param in teacher.parameters():
         if id(param) in names:
             raise ValueError(
-                f"the teacher shares {names[id(param)]} with the student, and a teacher is frozen. "
-                "Convert a copy (get_metis_model(copy.deepcopy(model), ...)), or give the "
+                f"the teacher shares {names[id(param)]} with the student, but a teacher must be "
+                "frozen. Convert a copy (get_metis_model(copy.deepcopy(model), ...)), or pass the "
                 "teacher's path"
             )
 
@@ -217,23 +218,23 @@ def _check_own(student: Any) -> None:
     """Refuse a student that cannot be its own teacher."""
     if next(metis_layers(student), None) is None:
         raise ValueError(
-            "teacher=None takes the student without its quantizers, and none of its layers is "
-            "converted; call get_metis_model first, or give a teacher"
+            "teacher=None uses the student without its quantizers, but none of its layers is "
+            "converted; call get_metis_model first, or pass a teacher"
         )
     advice = (
-        "Give the model that the student was converted from (teacher=path or model), or train "
-        "LoRA over the frozen student (peft.get_peft_model)"
+        "Pass the model that the student was converted from (teacher=path or model), or train "
+        "LoRA adapters on the frozen student (peft.get_peft_model)"
     )
     if not isinstance(student, PeftModel):
         raise ValueError(
-            "teacher=None takes the student without its quantizers and adapters, but it has no "
-            f"adapters: its dense weights train, and a teacher must stay as it is. {advice}"
+            "teacher=None uses the student without its quantizers and adapters, but it has no "
+            f"adapters: its dense weights train, and a teacher must not change. {advice}"
         )
     with _without_adapters(student):  # sets requires_grad=False on all adapter parameters
         trained = [name for name, param in student.named_parameters() if param.requires_grad]
     if trained:
         raise ValueError(
-            f"teacher=None takes the student without its quantizers and adapters, but {trained[0]} "
-            f"and {len(trained) - 1} more parameters train that are no adapter's, and a teacher "
-            f"must stay as it is. {advice}"
+            f"teacher=None uses the student without its quantizers and adapters, but {trained[0]} "
+            f"and {len(trained) - 1} more parameters train that do not belong to an adapter, and a "
+            f"teacher must not change. {advice}"
         )

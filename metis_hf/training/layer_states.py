@@ -62,7 +62,9 @@ def check_states(model: nn.Module) -> None:
         state = layer.scheme.state
         if state is not None and state.writes_weights:
             asked = f"{state.writes_weights} (scheme {layer.config.scheme})"
-            advice = 'Use a scheme that leaves weights to the optimizer, "nvfp4" or "nvidia"'
+            advice = (
+                'Use a scheme that leaves weights to the optimizer, such as "nvfp4" or "nvidia"'
+            )
             check_engine(model, asked, advice)
             return
 

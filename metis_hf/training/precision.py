@@ -145,9 +145,9 @@ def _warn_of_lost(lost: dict[str, set[str]], layers: dict[str, MetisLayer]) -> N
     if not names:
         return
     buffers = set().union(*lost.values())
-    again = "; calibrate again if you go back" if "scales_frozen" in buffers else ""
+    again = "; calibrate again if you switch back" if "scales_frozen" in buffers else ""
     logger.warning(
-        "scheme %r keeps no %s, so what %d layers had of that is lost (%s first)%s",
+        "scheme %r does not keep %s, so %d layers lost their values (the first is %s)%s",
         layers[names[0]].config.scheme,
         ", ".join(sorted(buffers)),
         len(names),
@@ -198,11 +198,11 @@ def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:
     """Refuse new scheme patterns, and a change of `scheme` that keeps existing patterns."""
     if changes.get("scheme_pattern"):
         raise ValueError(
-            "scheme_pattern can only be emptied (scheme_pattern={}, with a scheme for all layers): "
-            "which layer had which scheme is decided by the conversion"
+            "after conversion, scheme_pattern can only be emptied (scheme_pattern={}, with a "
+            "scheme for all layers), because conversion decides which layer gets which scheme"
         )
     if ("scheme" in changes) != ("scheme_pattern" in changes) and config.scheme_pattern:
         raise ValueError(
             f"the model has scheme_pattern={dict(config.scheme_pattern)}: give both scheme=... and "
-            "scheme_pattern={} to set one scheme for all layers, or neither"
+            "scheme_pattern={} to set one scheme for all layers, or give neither"
         )

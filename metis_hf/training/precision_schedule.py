@@ -60,7 +60,7 @@ class PrecisionSchedule(TrainerCallback):
             and between[0] >= between[1]
             and (between[0] < 1) == (between[1] < 1)
         ):
-            raise ValueError(f"between={between!r}; expected the earlier of the two first")
+            raise ValueError(f"between={between!r}; expected the earlier step first")
         if at is None and until is None and between is None:
             at = 0.9
         if isinstance(high_precision, str) or not set(high_precision) & set(PASSES):
@@ -87,8 +87,8 @@ class PrecisionSchedule(TrainerCallback):
         if len(parts) > 1 and covered >= max_steps and not alone:
             said = " and ".join(f"{name}={getattr(self, name)}" for name in parts)
             raise ValueError(
-                f"{said} of {max_steps} steps leave no step "
-                "quantized; switch to four bits before switching back"
+                f"{said} leave none of {max_steps} steps quantized; switch to four bits before "
+                "switching back"
             )
         return any(first <= step < last for first, last in parts.values())
 
@@ -121,7 +121,7 @@ class PrecisionSchedule(TrainerCallback):
             if first >= min(last, steps):
                 effect = "so it never switches to higher precision"
             elif first == 0 and last >= steps:
-                effect = "so that no step is quantized"
+                effect = "so no step is quantized"
             else:
                 continue
             logger.warning(

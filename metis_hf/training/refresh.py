@@ -91,11 +91,13 @@ def interval_of(model: nn.Module, asked: int | None) -> int:
     split = _split(model).values()
     if every and split and not any(map(_trains, split)):
         if asked is None:
-            logger.info("refresh_interval of the config left out: all split weights are frozen")
+            logger.info(
+                "ignoring refresh_interval of the config, because all split weights are frozen"
+            )
             return 0
         raise ValueError(
-            f"refresh_interval={asked} decomposes weights again as they train, and all split "
-            "weights of this model are frozen, as under adapters. Leave it out"
+            f"refresh_interval={asked} decomposes split weights again as they train, but all split "
+            "weights of this model are frozen, as they are under adapters. Leave it out"
         )
     if every:
         check_split(model, f"refresh_interval={every}")
@@ -127,9 +129,9 @@ def check_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if unknown := sorted(kept - _BEFORE.keys()):
         own = getattr(optimizer, "optimizer", optimizer)  # wrapped by accelerate
         raise NotImplementedError(
-            f"refresh with {type(own).__name__}, whose state has {', '.join(unknown)}: it is "
-            "not known what that is for new factors. Train without refresh (refresh_interval=0), "
-            'or with an optimizer of torch, as optim="adamw_torch"'
+            f"cannot refresh with {type(own).__name__}, whose state has {', '.join(unknown)}: "
+            "their values for new factors are unknown. Train without refresh "
+            '(refresh_interval=0), or with an optimizer of torch, for example optim="adamw_torch"'
         )
 
 
@@ -186,7 +188,7 @@ def check_engine(model: nn.Module, asked: str, advice: str = "Set refresh_interv
     """
     engine = None
     if is_deepspeed(model):
-        engine = "DeepSpeed, whose fp32 master weights would overwrite refreshed ones"
+        engine = "DeepSpeed, whose fp32 master weights would overwrite refreshed weights"
     elif any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         engine = "FSDP1, which flattens parameters; FSDP2 (fsdp_version: 2) supports it"
     if engine is not None:

@@ -67,7 +67,7 @@ class ResumeGuard(TrainerCallback, ExportableState):
         if state.global_step and before is not None:
             if current is None:
                 raise ValueError(
-                    f"the checkpoint is of a model in scheme {before.get('scheme')!r}, and this "
+                    f"the checkpoint was trained with scheme {before.get('scheme')!r}, but this "
                     f"model has no converted layer. {_ADVICE}"
                 )
             _check_configs(before, current)
@@ -135,27 +135,27 @@ def _refuse_other_form(
     for names, kind, this in (
         (factors, "a split weight (u, s, vh, weight_residual) for {}", ours),
         (dense, "a dense weight for {}", "stores it as u, s, vh and weight_residual"),
-        (experts, "converted experts ({})", "does not have these"),
+        (experts, "converted experts ({})", "does not have them"),
         (fused, "fused experts ({})", "has a converted layer for each expert"),
     ):
         if names:
             found = kind.format(some(sorted(names), 1))
-            raise ValueError(f"the checkpoint has {found}, and this model {this}. {_ADVICE}")
+            raise ValueError(f"the checkpoint has {found}, but this model {this}. {_ADVICE}")
     for name, layer in split.items():
         for key in _FACTORS:
             tensor = state_dict.get(f"{name}.{key}")
             if tensor is not None and tensor.shape != getattr(layer, key).shape:
                 raise ValueError(
-                    f"{name}.{key} has shape {tuple(tensor.shape)} in the checkpoint, and "
+                    f"{name}.{key} has shape {tuple(tensor.shape)} in the checkpoint, but "
                     f"{tuple(getattr(layer, key).shape)} in this model of rank {layer.rank}. "
                     f"{_ADVICE}"
                 )
 
 
 _ADVICE = (
-    "Convert the model with the config that the checkpoint was trained with (its config.json has "
-    "it; split_weight=True stores u, s, vh and weight_residual), or load it with "
-    "from_pretrained"
+    "Convert the model with the config that the checkpoint was trained with (stored in its "
+    "config.json; split_weight=True stores u, s, vh and weight_residual), or load the checkpoint "
+    "with from_pretrained"
 )
 
 
@@ -172,6 +172,6 @@ def _check_configs(before: Mapping[str, Any], current: Mapping[str, Any]) -> Non
     if fields:
         changes = ", ".join(f"{key}={before.get(key)!r} -> {current.get(key)!r}" for key in fields)
         raise ValueError(
-            f"the checkpoint was trained with another config than this model has: {changes}. "
+            f"the checkpoint was trained with a different config than this model: {changes}. "
             f"{_ADVICE}"
         )

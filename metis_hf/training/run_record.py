@@ -114,12 +114,12 @@ def parse_records(data: bytes) -> tuple[dict[int, dict[str, Any]], dict[int, str
         except UnicodeDecodeError:
             faults[number] = "a byte that is not UTF-8"
         except (ValueError, RecursionError):
-            faults[number] = "no JSON"
+            faults[number] = "not valid JSON"
         else:
             if not isinstance(record, dict):
-                faults[number] = "no JSON object"
+                faults[number] = "not a JSON object"
             elif not is_step(record.get("step")):
-                faults[number] = "no step, which is a whole number from 0 up"
+                faults[number] = "no step, which must be a whole number >= 0"
             else:
                 records[number] = record
     return records, faults

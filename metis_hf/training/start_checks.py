@@ -26,9 +26,10 @@ def check_compilation(layers: dict[str, MetisLayer]) -> None:
     for name, layer in layers.items():
         if isinstance(layer.scheme.state, KeptSubspaces):
             raise NotImplementedError(
-                f"torch_compile=True with subspace_interval={layer.config.subspace_interval} "
-                f"({name}): a compiled step cannot ask the host which subspaces are kept, and "
-                "would find all of them. Leave one of the two out"
+                "torch_compile=True does not work with "
+                f"subspace_interval={layer.config.subspace_interval} ({name}): a compiled step "
+                "cannot ask the host which subspaces are kept, and would compute all of them. "
+                "Leave one of the two out"
             )
 
 
@@ -37,8 +38,8 @@ def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimi
     if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
         raise NotImplementedError(
             "this optimizer steps layer by layer inside the backward pass (optim=..._layerwise), "
-            "and quantized weights are kept until the step of all: choose the same optimizer "
-            "without _layerwise"
+            "but quantized weights are kept until a step of the whole model: use the same "
+            "optimizer without _layerwise"
         )
     groups = [group["params"] for group in optimizer.param_groups]
     # DeepSpeed's optimizers step flat copies and keep the model's parameters in these lists.
@@ -52,8 +53,8 @@ def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimi
                 raise ValueError(
                     f"the optimizer does not own {name}.{key}, which has requires_grad=True. If "
                     "the model was converted after the optimizer was built, call get_metis_model "
-                    "first (or let Trainer build the optimizer). If the optimizer is to train a "
-                    "part of the model, freeze the rest: parameter.requires_grad_(False)"
+                    "first (or let Trainer build the optimizer). If the optimizer should train "
+                    "only part of the model, freeze the rest: parameter.requires_grad_(False)"
                 )
 
 
@@ -67,9 +68,9 @@ def check_precision() -> None:
     check_device(AcceleratorState().device)
     if AcceleratorState().mixed_precision == "fp8":
         raise NotImplementedError(
-            "accelerate runs with mixed_precision=fp8, which quantizes linear layers itself, and "
-            "the model's are converted: they quantize as their scheme says. Choose bf16 or no "
-            "(accelerate config, or --mixed_precision bf16), or train the plain model"
+            "accelerate runs with mixed_precision=fp8, which quantizes linear layers itself, but "
+            "the layers of this model are converted and quantize as their scheme says. Choose "
+            "bf16 or no (accelerate config, or --mixed_precision bf16), or train the plain model"
         )
 
 
@@ -89,7 +90,7 @@ def check_dtypes(model: nn.Module) -> None:
         if len(found) > 1:
             shown = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
             raise ValueError(
-                f"FSDP2 needs one dtype for all trainable parameters of {unit}, and {shown}. Load "
+                f"FSDP2 needs one dtype for all trainable parameters of {unit}, but {shown}. Load "
                 "the model with dtype=torch.float32 (or call model.float()) before the Trainer is "
-                "built, and train with bf16=True if the GEMMs are to run in BF16"
+                "built, and train with bf16=True to run the GEMMs in BF16"
             )

@@ -37,11 +37,12 @@ def warn_of_uncalled(model: nn.Module, layers: Mapping[str, MetisLayer]) -> None
     names = [name for name in running.values() if not layers[name].calls.any]
     if names:
         logger.warning(
-            "the first step called %d of %d converted layers, and not %s. That is right for "
-            "experts without tokens, for modules of another branch (an image encoder in a batch of "
-            "text) and for parts that run under torch.no_grad. Otherwise %s: these products are in "
-            "high precision, though the conversion report and health have the layers as quantized. "
-            "Take a loss that calls them, or leave them out with exclude_modules",
+            "the first step called %d of %d converted layers, but not %s. This is expected for "
+            "experts without tokens, for modules of another branch (such as an image encoder in "
+            "a batch of text) and for parts that run under torch.no_grad. Otherwise %s: these "
+            "products are in high precision, although the conversion report and health list the "
+            "layers as quantized. Use a loss that calls the layers, or leave them out with "
+            "exclude_modules",
             len(running) - len(names),
             len(running),
             by_kind(names),
@@ -58,9 +59,9 @@ def warn_of_unpacked(layers: Collection[str], called: Collection[str]) -> None:
     names = [name for name in layers if every_expert(name) not in places]
     if names:
         logger.warning(
-            "calibration called %d of %d converted layers, and not %s. That is right for modules "
-            "of another branch (an image encoder where tokens are text). Otherwise %s: these are "
-            "in high precision here, and in four bits in an export",
+            "calibration called %d of %d converted layers, but not %s. This is expected for "
+            "modules of another branch (such as an image encoder if tokens are text). Otherwise "
+            "%s: these layers are in high precision here, but in four bits in an export",
             len(layers) - len(names),
             len(layers),
             by_kind(names),

@@ -42,7 +42,10 @@ def _plain_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor
 def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
     """Multiply every n entries along `dim` of x, zero-padded to whole groups, by matrix [n n]."""
     if not -x.dim() <= dim < x.dim():
-        raise IndexError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; give one of its dims")
+        raise IndexError(
+            f"dim={dim} is out of range for a tensor of shape {tuple(x.shape)}; give one of its "
+            "dimensions"
+        )
     dim %= x.dim()
     size = len(matrix)
     missing = -x.shape[dim] % size

@@ -326,10 +326,13 @@ def spectral_split(
         raise ValueError(f"spectral_split needs a matrix [t c], got shape {tuple(x.shape)}")
     if not 1 <= rank <= min(x.shape):
         raise ValueError(
-            f"rank={rank} of a {x.shape[0]} x {x.shape[1]} matrix; choose 1 to {min(x.shape)}"
+            f"rank={rank} is out of range for a {x.shape[0]} x {x.shape[1]} matrix; "
+            f"choose 1 to {min(x.shape)}"
         )
     if not 0 < sample_frac <= 1:
-        raise ValueError(f"sample_frac={sample_frac} is not a share of the rows; choose 0 < f <= 1")
+        raise ValueError(
+            f"sample_frac={sample_frac} is out of range; choose a value above 0 and at most 1"
+        )
     with torch.autocast(x.device.type, enabled=False):
         count = _sample_size(x, rank, sample_frac, min_rows)
         sample = sample_rows(x, count, key.fold(4), row_mask)

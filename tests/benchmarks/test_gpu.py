@@ -126,7 +126,7 @@ def test_what_begins_from_zero_and_had_a_whole_call_has_failed():
     assert (entry.state, entry.errors) == (records.UNFINISHED, {})  # the next call has more time
     measure(lambda _: [Item("short", dict), Item("long", cut)], entry, Clock(9))
     assert entry.state == records.FAILED
-    assert entry.errors["long"].endswith("after 9 s; it needs a call of more than 9 minutes")
+    assert entry.errors["long"].endswith("after 9 s; it needs more than 9 minutes in one call")
 
 
 def test_too_little_memory_is_a_result_and_no_failure():
@@ -157,10 +157,10 @@ def test_a_record_of_another_machine_is_refused(tmp_path):
     first.write()
     same = Record(path, FACTS, gpu.machine.IDENTITY)
     assert same.part("kernels").items == {"bits": {"rows": []}}
-    with pytest.raises(ValueError, match=r"torch '2\.8\.0', and this is '2\.13\.0'"):
+    with pytest.raises(ValueError, match=r"torch '2\.8\.0', but this call has '2\.13\.0'"):
         Record(path, FACTS | {"torch": "2.13.0"}, gpu.machine.IDENTITY)
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(ValueError, match="no whole record"):
+    with pytest.raises(ValueError, match="not a complete record"):
         Record(path, FACTS, gpu.machine.IDENTITY)
 
 

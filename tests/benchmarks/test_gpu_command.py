@@ -125,7 +125,7 @@ def test_when_the_minutes_are_over_it_says_so(call):
     status, said = call({"kernels": good}, "--minutes", "0", "--parts", "kernels")
     assert status == 0
     assert said[0] == "kernels: to come"
-    assert said[-1] == "the minutes are over: the same command goes on where this one stopped"
+    assert said[-1] == "the minutes are over: run the same command to continue from here"
 
 
 @pytest.mark.parametrize("options", [(), ("--again",)], ids=str)
@@ -148,10 +148,13 @@ def test_results_that_again_does_not_replace_stay(call, tmp_path):
     kept = [entry("kernels"), entry("compare")]
     status, said = call({"kernels": good, "compare": good}, *both, "--minutes", "0")
     assert (status, [entry("kernels"), entry("compare")]) == (0, kept)
-    assert said[0] == "kernels: not measured anew, no time was left; its earlier results stay"
+    assert (
+        said[0]
+        == "kernels: not measured again, because no time was left; its earlier results are kept"
+    )
     status, said = call({"kernels": good}, *both)  # compare is skipped: no tokens
     assert (status, entry("compare")) == (0, kept[1])
-    assert "compare: not measured anew; its earlier results stay" in said
+    assert "compare: not measured again; its earlier results are kept" in said
 
     def breaks(_context):
         raise RuntimeError("nothing was collected")
@@ -161,7 +164,7 @@ def test_results_that_again_does_not_replace_stay(call, tmp_path):
     assert "nothing was collected" in entry("kernels")["errors"][records.ITSELF]
     _, said = call({}, "--parts", "native", "--again", "--minutes", "0")
     command = "the same command without --again"
-    assert said[-1] == f"the minutes are over: {command} goes on where this one stopped"
+    assert said[-1] == f"the minutes are over: run {command} to continue from here"
 
 
 @pytest.mark.parametrize("ended", ["clock", "sigterm"])
@@ -187,7 +190,7 @@ def test_again_replaces_one_result_after_the_other(ended, call, tmp_path, monkey
     with contextlib.suppress(SystemExit):
         call({"kernels": part(2, breaks=True)}, *options, "--again")
     assert values() == [2, 1, 1]
-    assert "older results stay until then: b; c" in (tmp_path / "benchmarks/gpu-cpu.md").read_text()
+    assert "older results kept until then: b; c" in (tmp_path / "benchmarks/gpu-cpu.md").read_text()
     call({"kernels": part(3)}, *options)
     assert values() == [2, 3, 3]
     assert "older results" not in (tmp_path / "benchmarks/gpu-cpu.md").read_text()
@@ -243,7 +246,7 @@ def test_other_options_than_those_of_the_results_are_refused(call, tmp_path):
     told = ("--parts", "fidelity", "--text", str(tmp_path / "t.txt"), "--model")
     model, other = str(tmp_path / "m"), str(tmp_path / "n")
     call({"fidelity": lambda _: [Item("metis", lambda: {"reason": "no layer"})]}, *told, model)
-    with pytest.raises(ValueError, match=r"fidelity with model 'm', text 't.txt', and .* 'n'"):
+    with pytest.raises(ValueError, match=r"fidelity with model 'm', text 't.txt', but .* 'n'"):
         call({"fidelity": good}, *told, other)
 
 
@@ -288,7 +291,7 @@ def test_sigterm_ends_the_suite_s_processes(tmp_path, monkeypatch):
 
 
 def test_arguments_are_checked(capsys):
-    with pytest.raises(argparse.ArgumentTypeError, match="kernel is no part; choose from tests"):
+    with pytest.raises(argparse.ArgumentTypeError, match="kernel is not a part; choose from tests"):
         gpu.names("layer,kernel")
     assert gpu.names("step,kernels") == ["kernels", "step"]
     taken = gpu.arguments(["--device", "cpu", "--schemes", "bf16, metis"])
@@ -302,12 +305,12 @@ def test_arguments_are_checked(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--schemes", "bf16, metsi"], "metsi is no scheme; choose from"),
+        (["--schemes", "bf16, metsi"], "metsi is not a scheme; choose from"),
         (["--model", "x"], "--model and --text belong together"),
-        (["--model", "nope", "--text", "nope.txt"], "--model nope is no directory"),
-        (["--model", ".", "--text", "nope.txt"], "--text nope.txt is no file"),
+        (["--model", "nope", "--text", "nope.txt"], "--model nope is not a directory"),
+        (["--model", ".", "--text", "nope.txt"], "--text nope.txt is not a file"),
         (["--data", "nope"], "nope has no meta.json"),
-        (["--device", "cuda:1"], "'cuda:1' is hidden: .* CUDA_VISIBLE_DEVICES=1"),
+        (["--device", "cuda:1"], "'cuda:1' is not visible, .* CUDA_VISIBLE_DEVICES=1"),
     ],
 )
 def test_what_no_part_would_find_is_refused_at_once(options, message, capsys):

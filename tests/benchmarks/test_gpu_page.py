@@ -125,7 +125,7 @@ def test_a_record_in_git_is_read_and_its_page_is_what_it_gives():
     record = Record(path, machine, gpu.machine.IDENTITY)
     drawn = page(record, "nvidia-h200", list(gpu.PARTS))
     assert drawn == (gpu.RESULTS.parent / "gpu-nvidia-h200.md").read_text()
-    with pytest.raises(ValueError, match=r"triton '3\.6\.0', and this is '3\.7\.0'"):
+    with pytest.raises(ValueError, match=r"triton '3\.6\.0', but this call has '3\.7\.0'"):
         Record(path, machine | {"triton": "3.7.0"}, gpu.machine.IDENTITY)
 
 

@@ -104,11 +104,11 @@ def test_a_unit_that_does_not_fit_gives_way_to_one_that_does(monkeypatch, tmp_pa
 def test_too_little_text_is_said_in_numbers(tmp_path):
     for name, count in (("train.txt", 30), ("val.txt", 4000)):
         (tmp_path / name).write_text("word " * count)
-    with pytest.raises(ValueError, match=r"has 32 training tokens, and 4 steps need 512; give"):
+    with pytest.raises(ValueError, match=r"has 32 training tokens, but 4 steps need 512; give"):
         scale.open_text(tmp_path, None, quick=True, work=tmp_path / "work")
     unit = next(unit for unit in scale.units() if unit.preset == "130m")
     found = scale.measure(unit, context(tmp_path, Entry(), quick=False), text())
-    assert found == {"reason": "prose has 4,096 training tokens, and it needs 32,768,000"}
+    assert found == {"reason": "prose has 4,096 training tokens, but this run needs 32,768,000"}
 
 
 def test_records_of_other_numerics_make_no_table(tmp_path):
@@ -132,7 +132,7 @@ def test_records_of_other_numerics_make_no_table(tmp_path):
     for what, change in changes.items():
         other = record("other", d=row("nvidia", **change))
         with pytest.raises(
-            ValueError, match=rf"other\.json has runs of 30m with other {what}.*one\.json"
+            ValueError, match=rf"other\.json has runs of 30m with different {what}.*one\.json"
         ):
             scale_table.joined([one, other])
     with pytest.raises(ValueError, match="no run of the part scale"):
@@ -242,7 +242,8 @@ def test_a_unit_that_the_minutes_end_keeps_the_others_and_goes_on(tmp_path):
     measure(lambda _: scale.scale(made), entry, clock)
     assert not entry.errors
     assert (
-        entry.reason == "30m, metis, seed 0: 2 of 4 steps are done; it goes on from its checkpoint"
+        entry.reason
+        == "30m, metis, seed 0: 2 of 4 steps are done; the next call continues from its checkpoint"
     )
     assert entry.items == {"30m, bf16, seed 0": kept}
     again = scale.measure(unit, context(tmp_path / "work", Entry()), text())

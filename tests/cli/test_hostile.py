@@ -77,10 +77,10 @@ DAMAGE = {
     "unknown kind": (settings(model_type="own"), "model type `own`"),
     "other types": (settings(hidden_size="large"), "'hidden_size' expected int"),
     "other shapes": (settings(hidden_size=128), "cannot be read|has shape"),
-    "a million layers": (settings(num_hidden_layers=1_000_000), "1,000,000 layers, and the weigh"),
+    "a million layers": (settings(num_hidden_layers=1_000_000), "1,000,000 layers, but the weigh"),
     "quantization": (settings(quantization_config=[1]), r"config\.json|'list' object"),
     "no weights": (content("model.safetensors", "none"), r"model\.safetensors|SafetensorError"),
-    "a pickle": (pickled, "holds Python objects|has neither model.safetensors"),
+    "a pickle": (pickled, "contains Python objects|has neither model.safetensors"),
     "own code": (own_code, "contains custom code"),
     "a linked config": (linked("config.json"), r"config\.json is a link to"),
     "linked weights": (linked("model.safetensors"), r"model\.safetensors is a link to"),
@@ -153,7 +153,7 @@ def test_a_directory_of_results_runs_no_code(refused, tmp_path):
     harm.write_text(f"import os\nos.mkdir({str(tmp_path / 'HARM')!r})\n")
     (task / "run.json").write_text(json.dumps({"imports": [str(harm)]}))
     line = refused("compare", "--schemes", "bf16", "--dry-run", "--out", tmp_path / "out")
-    assert f"was begun with --import {harm}" in line
+    assert f"was started with --import {harm}" in line
     assert not (tmp_path / "HARM").exists()
 
 

@@ -167,7 +167,7 @@ def test_compare_in_real_processes(folder, monkeypatch):
     assert json.loads((run / "result.json").read_text())["config"]["scheme"] == NAME
     assert json.loads((run / "run.json").read_text())["imports"] == [str(file)]
     untold = metis_hf(*command)
-    assert f"{out} was begun with --import {file}." in str(untold.exception)
+    assert f"{out} was started with --import {file}." in str(untold.exception)
     command += ("--import", file)
     again = subprocess.run(
         [*METIS_HF, *map(str, command)],
@@ -178,4 +178,4 @@ def test_compare_in_real_processes(folder, monkeypatch):
     refused = metis_hf(*command)
     file.write_text(SCHEME)
     assert isinstance(refused.exception, ValueError)
-    assert f"holds a run of '{NAME}' as its file was before" in str(refused.exception)
+    assert f"contains a run of '{NAME}' from before its file changed" in str(refused.exception)

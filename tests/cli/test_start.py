@@ -82,7 +82,7 @@ def test_help():
         assert f"Usage: metis-hf {command}" in printed
         assert "--import FILE_OR_MODULE" in printed
     compare = " ".join(each[COMMANDS.index("compare")][1].split())
-    assert "Default: main, unless schemes or variants are named" in compare
+    assert "default: main, unless schemes or variants are named" in compare
 
 
 def test_errors_of_usage_and_files_that_cannot_be_read(tmp_path):

@@ -180,7 +180,7 @@ class TestSelection:
 
     def test_tensor_parallelism_is_refused(self, monkeypatch):
         monkeypatch.setattr("metis_hf.conversion.attention.planned", lambda _: {"tp_size": 2})
-        with pytest.raises(NotImplementedError, match="attention='nvfp4-rne' under tensor"):
+        with pytest.raises(NotImplementedError, match=r"attention='nvfp4-rne' .*not .*tensor"):
             converted()
 
     def test_registered(self):
@@ -199,13 +199,13 @@ class TestCalls:
     def test_terms_that_are_not_known_are_refused(self):
         attention = converted().model.layers[0].self_attn
         states = torch.randn(1, 4, 64), (torch.ones(1, 4, 16),) * 2
-        with pytest.raises(NotImplementedError, match=r"self_attn hands indices to its attention"):
+        with pytest.raises(NotImplementedError, match=r"self_attn passes indices to its attention"):
             attention(*states, indices=torch.zeros(1))
         exact = get_metis_model(llama(), MetisConfig(scheme="bf16", attention="bf16"))
         exact = exact.model.layers[0].self_attn
-        with pytest.raises(NotImplementedError, match=r"self_attn hands indices to its attention"):
+        with pytest.raises(NotImplementedError, match=r"self_attn passes indices to its attention"):
             exact(*states, indices=torch.zeros(1))  # which "sdpa" would pass over
-        with pytest.raises(ValueError, match=r"mask of shape \(1, 4\)"):
+        with pytest.raises(ValueError, match=r"mask has shape \(1, 4\)"):
             attention(*states, torch.ones(1, 4))
 
     def test_attentions_can_be_looked_at(self, token_ids):

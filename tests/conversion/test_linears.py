@@ -100,15 +100,15 @@ def parametrized() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: Doubled(8, 8), "its class Doubled has other beside weight and bias"),
-        (lambda: Called(8, 8), "its class Called has a forward pass of its own"),
+        (lambda: Doubled(8, 8), "its class Doubled has other besides weight and bias"),
+        (lambda: Called(8, 8), "its class Called has a custom forward pass"),
         (
             parametrized,
             "its class ParametrizedLinear has parametrizations, weight|parametrizations",
         ),
         (
             lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
-            "its class Linear has weight_mask, weight_orig beside weight and bias",
+            "its class Linear has weight_mask, weight_orig besides weight and bias",
         ),
         (lambda: nn.MultiheadAttention(8, 2).out_proj, "reads the weight of the NonDynamically"),
     ],
@@ -147,5 +147,5 @@ def test_subclasses_in_transformers():
 
 
 def test_a_model_of_other_linears_alone_says_why():
-    with pytest.raises(ValueError, match=r"nothing to convert. 0: its class Called has a forward"):
+    with pytest.raises(ValueError, match=r"nothing to convert. 0: its class Called has a custom"):
         get_metis_model(nn.Sequential(Called(8, 8)))

@@ -33,7 +33,7 @@ def mixtral(**options):
 @pytest.mark.parametrize("form", FUSED)
 def test_fused_experts_of_a_converted_base(form):
     message = (
-        rf"asks for fused experts \(target_\w+: .*down_proj.*{EXPERTS}\.\w+\); PEFT would leave "
+        rf"targets fused experts \(target_\w+: .*down_proj.*{EXPERTS}\.\w+\); PEFT would skip "
         rf".*all-linear.*{EXPERTS}\.metis_\w+\.0"
     )
     with pytest.raises(ValueError, match=message):

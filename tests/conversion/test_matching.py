@@ -239,8 +239,8 @@ def test_scheme_pattern(tmp_path, token_ids):
             assert layer.scheme.weight.is_split is (scheme == "metis-paper")
         assert torch.equal(logits(each, ids), logits(model, ids))
     text = str(model.metis_report)
-    assert "scheme bf16 instead in 3 layers (scheme_pattern)" in text
-    assert "scheme nvidia instead in 2 layers (scheme_pattern)" in text
+    assert "scheme bf16 in 3 layers (scheme_pattern)" in text
+    assert "scheme nvidia in 2 layers (scheme_pattern)" in text
     # The layer really runs its own scheme: on the same input it equals one converted that way.
     alone = get_metis_model(build(), MetisConfig(scheme="nvidia"))
     x = torch.randn(5, 64)
@@ -309,7 +309,7 @@ def test_lookalikes_are_reported():
     mlp.positions.table = nn.Parameter(torch.zeros(1, 9, 64))  # one matrix: no experts
     get_metis_model(model, MetisConfig())
     reasons = model.metis_report.skipped
-    reason = "its class HouseLinear has a forward pass of its own"
+    reason = "its class HouseLinear has a custom forward pass"
     assert reasons["model.layers.0.mlp.up_proj"] == reason
     assert reasons["model.layers.0.mlp.extra.weight"] == (
         "3-D parameter of HouseExperts, unknown to transformers' experts interface"

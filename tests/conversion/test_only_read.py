@@ -122,7 +122,7 @@ def test_weights_that_their_model_rescales(split):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     reasons = model.metis_report.skipped
     assert {name for name in reasons if name != "head"} == (WRITTEN if split else set())
-    assert all("written to in place" in reasons[name] for name in WRITTEN & set(reasons))
+    assert all("overwrites the weight in place" in reasons[name] for name in WRITTEN & set(reasons))
 
 
 def test_which_of_a_model_are_written_to_follows_the_config():
@@ -135,10 +135,12 @@ def test_which_of_a_model_are_written_to_follows_the_config():
     with torch.device("meta"):
         model = cls(cls.config_class(**options))
     reasons = get_metis_model(model, MetisConfig(split_weight=True)).metis_report.skipped
-    assert "written to in place" in reasons["model.layers.0.altup.prediction_coefs"]
+    assert "overwrites the weight in place" in reasons["model.layers.0.altup.prediction_coefs"]
 
 
 def test_written_named_as_a_target():
     config = MetisConfig(scheme="bf16-split", target_modules=["attention.output"], rank=4)
-    with pytest.raises(ValueError, match=r"attention.output is a Linear; its weight, of a Rwkv"):
+    with pytest.raises(
+        ValueError, match=r"attention.output is a Linear; its owner, a Rwkv\w+, overwrites"
+    ):
         get_metis_model(rwkv(), config)

@@ -19,7 +19,7 @@ def test_a_model_of_compressed_tensors(called, checkpoint):
     if called:  # then it has unpacked its weights
         model(torch.arange(8)[None])
     for targets in ("all-linear", ["lm_head"]):
-        with pytest.raises(ValueError, match=r"quantized by compressed-tensors already.*dequant"):
+        with pytest.raises(ValueError, match=r"already quantized by compressed-tensors.*dequant"):
             get_metis_model(model, MetisConfig(target_modules=targets))
     assert not list(metis_layers(model))
 
@@ -58,7 +58,7 @@ def packed() -> nn.Linear:
             lambda: stored(OtherParameter(torch.ones(32, 32))),
             "a OtherParameter, which another library manages",
         ),
-        (packed, "has weight_packed beside weight and bias"),
+        (packed, "has weight_packed besides weight and bias"),
     ],
 )
 def test_a_single_layer_is_skipped(make, reason):

@@ -63,16 +63,16 @@ BAD_TENSORS = {
     ),
     "shape": (
         setting("weight_packed", lambda t: t[:, :16].contiguous()),
-        r"weight_packed is U8 \[96, 16\]; NVFP4 for a weight of 96 x 64 has U8 \[96, 32\]",
+        r"weight_packed is U8 \[96, 16\]; NVFP4 for a weight of 96 x 64 requires U8 \[96, 32\]",
     ),
     "dtype": (setting("weight_scale", lambda t: t.float()), r"weight_scale is F32 \[96, 4\]"),
     "missing": (
         lambda tensors: tensors.pop(f"{UP}.weight_global_scale"),
-        rf"the checkpoint lacks {UP}.weight_global_scale. Nothing can stand in",
+        rf"the checkpoint lacks {UP}.weight_global_scale, which its quantization config requires",
     ),
     "zero-point": (
         lambda tensors: tensors.update({f"{UP}.weight_zero_point": torch.zeros(96, 4)}),
-        "has weight_zero_point beside its packed weight",
+        "has weight_zero_point in addition to its packed weight",
     ),
 }
 BAD_CONFIGS = {
@@ -166,7 +166,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight, which .* random"):
             load_packed(checkpoint)
         (checkpoint / FILE).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(ValueError, match=r"is not whole: model\.safetensors is cut short"):
+        with pytest.raises(ValueError, match=r"is incomplete: model\.safetensors is truncated"):
             load_packed(checkpoint)
 
     def test_saving_what_others_could_not_compute_with(self, exported, tmp_path, token_ids):
@@ -197,7 +197,7 @@ class TestBadInput:
             for part, tensor in zip(("packed", "scale", "global_scale"), packed):
                 tensors[f"lm_head.weight_{part}"] = tensor
 
-        with pytest.raises(ValueError, match="lm_head is packed, and the config ties"):
+        with pytest.raises(ValueError, match="lm_head is packed, but the config ties"):
             load_packed(rewrite(checkpoint, change))
 
     def test_kv_cache_scheme_is_left_out_with_a_warning(self, checkpoint, tmp_path):

@@ -35,7 +35,7 @@ def test_saving_the_owner_warns(warnings, tmp_path):
     get_metis_model(model.model, MetisConfig(scheme="nvfp4"))
     model.save_pretrained(tmp_path)
     assert len(warnings) == 1
-    assert warnings[0].startswith("model is converted, and its owner's config does not say so")
+    assert warnings[0].startswith("model is converted, but its owner's config does not say so")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ class TestHooks:
         expected = logits(model, token_ids)
         converted = logits(convert(model, scheme="bf16"), token_ids)
         torch.testing.assert_close(converted, expected)
-        reason = "its forward pass was replaced by another (module.forward = ...)"
+        reason = "its forward pass was replaced (module.forward = ...)"
         assert model.metis_report.skipped[NAME] == reason
 
     def test_a_forward_pass_over_accelerate_s_stays(self):
@@ -210,7 +210,9 @@ class TestSeveralPlaces:
             convert(model, target_modules=["a"], split_weight=True, rank=2)
 
     def test_a_model_that_is_one_layer(self):
-        with pytest.raises(ValueError, match=r"the model is one Linear, .*torch.nn.Sequential"):
+        with pytest.raises(
+            ValueError, match=r"the model is a single Linear, .*torch.nn.Sequential"
+        ):
             convert(nn.Linear(32, 32))
 
 

@@ -30,7 +30,7 @@ def test_layers_that_tensor_parallelism_cuts_are_emulated():
     cut_layers(model)
     assert "FP4 units: " not in str(model.metis_report)
     (line,) = [line for line in str(model.metis_report).splitlines() if "emulated" in line]
-    assert line.startswith("  GEMMs emulated in 14 layers: tensor parallelism cuts them")
+    assert line.startswith("  GEMMs emulated in 14 layers: tensor parallelism shards them")
 
 
 def test_is_data_for_programs():
@@ -144,7 +144,7 @@ def test_share_names_what_it_leaves_out():
     assert {name.rsplit(".", 1)[1] for name in experts} == {"w1", "v1", "w2"}
     assert set(report.uncounted) == experts
     assert report.to_dict()["uncounted"] == list(report.uncounted)
-    assert "of GEMM FLOPs (without 3 unknown parameters)" in str(report)
+    assert "of GEMM FLOPs (excluding 3 unknown parameters)" in str(report)
 
 
 def test_convolutions_under_a_weight_norm_are_no_experts():
@@ -186,7 +186,7 @@ def test_a_head_of_one_s_own_is_listed_and_counted(name):
     model = llama()
     model.lm_head = NormHead(name)
     report = get_metis_model(model, MetisConfig()).metis_report
-    reason = "2-D parameter of NormHead, which is no linear layer"
+    reason = "2-D parameter of NormHead, not a linear layer"
     assert report.skipped == {f"lm_head.{name}": reason}
     assert f"kept in high precision ({reason}): lm_head.{name}" in str(report)
     assert report.flops_share == plain.flops_share < 1

@@ -46,7 +46,7 @@ class TestMixedSchemes:
             ("metis", "nvfp4", r"has a split weight .* for .*_proj and 13 more, .* densely"),
             ("nvfp4", "metis", r"has a dense weight for .*_proj and 13 more, .* as u, s, vh"),
             ("metis", "metis-paper", r"q_proj.u has shape \(64, 32\) .* \(64, 1\) in .* rank 1\."),
-            ("nvfp4", "nvidia", r"another config .*scheme='nvfp4' -> 'nvidia'"),
+            ("nvfp4", "nvidia", r"different config .*scheme='nvfp4' -> 'nvidia'"),
         ],
     )
     def test_schemes(self, before, after, match, runs, tmp_path):
@@ -65,7 +65,7 @@ class TestMixedSchemes:
             "outer_scale": "token",
         }.items():
             made = trainer(tmp_path, converted("nvfp4", **{name: value}))
-            match = rf"another config .*{name}=.* -> .*from_pretrained"
+            match = rf"different config .*{name}=.* -> .*from_pretrained"
             with pytest.raises(ValueError, match=match):
                 made.train(resume_from_checkpoint=source)
 
@@ -90,7 +90,7 @@ class TestMixedSchemes:
         ("scheme", "save_only_model", "match"),
         [
             ("metis", True, r"split weight .*no converted layer there"),
-            ("nvfp4", False, r"in scheme 'nvfp4'.*no converted layer"),  # names and shapes fit
+            ("nvfp4", False, r"with scheme 'nvfp4'.*no converted layer"),  # names and shapes fit
         ],
     )
     def test_dense_model_from_a_metis_checkpoint(
@@ -108,7 +108,7 @@ class TestMixedSchemes:
 
         source = runs("nvfp4", lambda: converted("nvfp4"))
         made = trainer(tmp_path, converted("nvidia"), (Mine(health_interval=0),))
-        with pytest.raises(ValueError, match=r"another config .*scheme='nvfp4' -> 'nvidia'"):
+        with pytest.raises(ValueError, match=r"different config .*scheme='nvfp4' -> 'nvidia'"):
             made.train(resume_from_checkpoint=source)
 
     def test_metis_model_from_a_dense_checkpoint(self, runs, tmp_path):

@@ -47,7 +47,7 @@ def test_line_breaks_inside_strings_and_a_byte_order_mark(tokenizer, tmp_path):
         (tmp_path / name).write_text(text, encoding="utf-8")
         assert list(read_tokens(tmp_path / name, tokenizer)) == tokens
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"a.txt holds JSON objects.*; name it a.jsonl"):
+    with pytest.raises(ValueError, match=r"a.txt contains JSON objects.*; rename it to a.jsonl"):
         list(read_tokens(tmp_path / "a.txt", tokenizer))
 
 
@@ -140,7 +140,10 @@ def test_the_last_documents_are_held_out(tokenizer, tmp_path):
     ("content", "message"),
     [
         ("", "is empty"),
-        ('{"text": "a"}\n{"text": ', r"line 2, is not JSON: .*\. Each line is one whole object"),
+        (
+            '{"text": "a"}\n{"text": ',
+            r"line 2, is not JSON: .*\. Each line must be one complete object",
+        ),
         (f'{{"text": "a", "id": {"1" * 5000}}}', "a.jsonl, line 1, is not JSON: .*4300"),
         ('{"text": "a"}\n{"messages": []}', "a.jsonl, line 2: no messages"),
         (
@@ -149,10 +152,10 @@ def test_the_last_documents_are_held_out(tokenizer, tmp_path):
         ),
         ('{"prompt": "a"}', "line 1: expected an object with messages or text"),
         ('{"messages": [{"content": "a"}]}', "line 1: expected an object"),
-        ('{"text": "short"}', "at least one to train on are needed.*--eval-sequences"),
+        ('{"text": "short"}', "at least one training sequence.*--eval-sequences"),
         (
             f'{{"text": "{"word " * 900}"}}\n' * 2,  # whole documents would be held out
-            r"those that hold 16 tokens have [\d,]+, so that [\d,]+ of",
+            r"hold out 16 tokens, whole documents with [\d,]+ tokens .*, so [\d,]+ of [\d,]+ to",
         ),
     ],
 )
@@ -164,7 +167,7 @@ def test_bad_files(content, message, tokenizer, tmp_path):
 
 
 def test_no_file_and_no_template(tokenizer, tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no file; give JSON lines"):
+    with pytest.raises(FileNotFoundError, match="is not a file; give JSON lines"):
         list(read_tokens(tmp_path / "none.jsonl", tokenizer))
     plain = train_tokenizer(documents()[:2], vocab_size=300)
     with pytest.raises(ValueError, match="no chat template; set tokenizer"):
@@ -183,7 +186,7 @@ def test_a_conversation_that_the_template_does_not_take(template, content, token
     path = lines(tmp_path / "a.jsonl", {"text": "one"}, talk)
     refusing = copy.copy(tokenizer)
     refusing.chat_template = template
-    message = r"a.jsonl, line 2: the chat template of .* does not take .*\(.+\); mend the line"
+    message = r"a.jsonl, line 2: the chat template of .* does not accept .*\(.+\); fix the line"
     with pytest.raises(ValueError, match=message):
         first_sequences(path, refusing, 64, 1)
 
@@ -191,7 +194,7 @@ def test_a_conversation_that_the_template_does_not_take(template, content, token
 def test_the_last_token_of_a_model_is_its_own():
     rows = torch.tensor([[0, 299]])
     check_vocabulary(rows, 300, "model")
-    with pytest.raises(ValueError, match="gives token 299, and the model knows 299"):
+    with pytest.raises(ValueError, match="produces token 299, but the model's vocabulary has 299"):
         check_vocabulary(rows, 299, "model")
 
 
@@ -207,5 +210,5 @@ def test_the_first_sequences_of_a_long_text(tokenizer, tmp_path):
     found = first_sequences(tmp_path / "a.txt", tokenizer, 7, 3)
     assert found.flatten().tolist() == start[:21]
     (tmp_path / "b.txt").write_text("short")
-    with pytest.raises(ValueError, match=r"fewer than 10000 tokens, which is one sequence"):
+    with pytest.raises(ValueError, match=r"fewer than 10000 tokens, the length of one sequence"):
         first_sequences(tmp_path / "b.txt", tokenizer, 10_000, 1)

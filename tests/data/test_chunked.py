@@ -46,7 +46,7 @@ def test_what_was_written_is_read(directory, stream, monkeypatch):
 
 
 def test_errors(tmp_path, directory):
-    with pytest.raises(FileNotFoundError, match="so it is no chunked dataset"):
+    with pytest.raises(FileNotFoundError, match="so it is not a chunked dataset"):
         load_chunked(tmp_path)
     for load in (load_chunked, load_tokens):
         with pytest.raises(ValueError, match=f"{VOCAB} tokens, but the model embeds 100"):
@@ -66,8 +66,8 @@ def test_errors(tmp_path, directory):
     with pytest.raises(ValueError, match="lacks tokenizer, seq_len"):
         load_chunked(copy)
     (copy / "meta.json").write_text("{")
-    with pytest.raises(ValueError, match=r"is not a whole JSON file .*; prepare the data again"):
+    with pytest.raises(ValueError, match=r"is not a valid JSON file .*; prepare the data again"):
         load_chunked(copy)
     (copy / "meta.json").unlink()
-    with pytest.raises(FileNotFoundError, match="not finished"):
+    with pytest.raises(FileNotFoundError, match="did not finish"):
         load_chunked(copy)

@@ -41,13 +41,13 @@ def test_files_that_are_damaged_or_mixed(tmp_path):
     line = b'{"text": "' + b"text" * 999 + b'"}\n'
     lines = given("a.jsonl", line)
     for paths, column, message in (
-        ([lines, given("a.txt", b"text")], "text", "mixes kinds"),
+        ([lines, given("a.txt", b"text")], "text", "mixes file types"),
         ([given("b.jsonl", b"plain text\n")], "text", "its first line is 'plain text'"),
         ([tmp_path / "a.parquet"], "id", "column 'id' holds int64, not text"),
         ([tmp_path / "empty.parquet"], "text", "no file has rows"),
         ([given("cut.parquet", whole[:-1])], "text", "cut.parquet is not parquet"),
-        ([given("cut.jsonl.zst", zstandard.compress(line)[:-3])], "text", "damaged or cut short"),
-        ([given("cut.jsonl.gz", gzip.compress(line)[:-9])], "text", "damaged or cut short"),
+        ([given("cut.jsonl.zst", zstandard.compress(line)[:-3])], "text", "damaged or truncated"),
+        ([given("cut.jsonl.gz", gzip.compress(line)[:-9])], "text", "damaged or truncated"),
     ):
         with pytest.raises(ValueError, match=message):
             read(*paths, column=column)

@@ -312,7 +312,7 @@ def test_a_killed_run_goes_on(tmp_path, prepare, filtered, monkeypatch):
     while open_marks:
         with pytest.raises(Killed):
             prepare(num_proc=2)
-        with pytest.raises(FileNotFoundError, match="not finished"):
+        with pytest.raises(FileNotFoundError, match="did not finish"):
             load_chunked(tmp_path / "out")
     prepare(num_proc=2)
     assert contents(tmp_path / "out") == filtered
@@ -325,20 +325,20 @@ def test_other_settings_and_inputs_are_refused(tmp_path, prepare, refused, refer
     given = {"files": files, "tokenizer": own, "perplexity_filter": False}
     prepare(**given)
     before = contents(tmp_path / "out")
-    assert "sequence_length was 64, now 32. Run it with those" in refused(
+    assert "sequence_length was 64, now 32. Run the recipe with those settings" in refused(
         **given, sequence_length=32
     )
     text = (own / "tokenizer.json").read_text()
     (own / "tokenizer.json").write_text(f"{text}\n")
-    assert f"what lies at {own} has changed" in refused(**given)
+    assert f"the contents of {own} have changed" in refused(**given)
     (own / "tokenizer.json").write_text(text)
     with open(files[1], "ab") as file:
         file.write(json_line(b"one more document"))
-    assert "b.jsonl has changed" in refused(**given)
+    assert "b.jsonl have changed" in refused(**given)
     assert contents(tmp_path / "out") == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other/thesis.tex").write_text("")
-    assert "is not empty and holds no preparation" in refused(out=tmp_path / "other")
+    assert "is not empty and contains no output of this recipe" in refused(out=tmp_path / "other")
     with hold_directory(tmp_path / "held"):
         assert "is in use by" in refused(out=tmp_path / "held")
 
@@ -348,7 +348,7 @@ def test_other_settings_and_inputs_are_refused(tmp_path, prepare, refused, refer
     [
         ({"sequence_length": 1}, "sequence_length=1; choose at least 2"),
         ({"validation_share": 1.0}, "validation_share=1.0"),
-        ({"out": Path("a::b")}, "out='a::b': datasets takes a path with '::' for a"),
+        ({"out": Path("a::b")}, "out='a::b': datasets treats a path with '::' as a"),
         ({"files": ["absent/*.jsonl"]}, "absent/*.jsonl: no such file"),
         ({"files": ["LICENSE"]}, "names must end in .jsonl or .txt"),
         ({"text_column": "body"}, "no column 'body'; its columns are: id, text"),
@@ -383,10 +383,12 @@ def test_what_a_reference_model_lacks(tmp_path, reference, refused):
     assert "has no eos_token" in refused(tokenizer=place)
     larger = train_tokenizer([Document("", text) for text in ENGLISH], VOCAB + 1)
     larger.save_pretrained(place)
-    assert f"gives tokens up to {VOCAB}, and the model knows" in refused(reference_model=place)
+    assert f"produces tokens up to {VOCAB}, but the model's vocabulary has" in refused(
+        reference_model=place
+    )
     assert not (tmp_path / "out").exists()
     model = AutoModelForCausalLM.from_pretrained(reference)
     torch.nn.init.constant_(model.lm_head.weight, math.nan)
     model.save_pretrained(place)
     AutoTokenizer.from_pretrained(reference).save_pretrained(place)
-    assert "gives a loss that is not finite" in refused(reference_model=place)
+    assert "produces a loss that is not finite" in refused(reference_model=place)

@@ -168,7 +168,10 @@ def test_layers_that_a_pattern_kept_are_kept(text, tmp_path):
     source = metis(tmp_path, scheme_pattern={"down_proj": "bf16"})
     said = []
     model = calibrated_model(source, Calibration(text, length=LENGTH, sequences=4), said.append)
-    assert "in high precision, as scheme_pattern had them: model.layers.0.mlp.down_proj" in said[1]
+    assert (
+        "kept in high precision, as scheme_pattern had set them: model.layers.0.mlp.down_proj"
+        in said[1]
+    )
     schemes = {name: layer.config.scheme for name, layer in metis_layers(model)}
     assert not any(name.endswith("down_proj") for name in schemes)
     assert isinstance(model.get_submodule("model.layers.0.mlp.down_proj"), torch.nn.Linear)
@@ -228,8 +231,9 @@ class TestRefusals:
             self.refused("--format dense does not; choose", dense, *option, out=out)
         self.refused("give --calibrate TEXT, or --scheme w4a16", dense, *self.PACKED,
                      "--scheme", "w4a4", out=out)  # fmt: skip
-        self.refused("0 sequences of 512 tokens; expected", dense, *self.PACKED, "--calibrate",
-                     text, "--calibration-sequences", "0", out=out)  # fmt: skip
+        self.refused("cannot calibrate on 0 sequences of 512 tokens; use at least 1", dense,
+                     *self.PACKED, "--calibrate", text, "--calibration-sequences", "0",
+                     out=out)  # fmt: skip
         self.refused("plain checkpoint.*--calibrate TEXT", dense, *self.PACKED, out=out)
 
     def test_options_without_use(self, tmp_path):
@@ -248,9 +252,11 @@ class TestRefusals:
         out = tmp_path / "out"
         (tmp_path / "short.txt").write_text("import this")
         short = ("--calibrate", tmp_path / "short.txt")
-        self.refused("fewer than 128 tokens, which is one sequence", dense, *self.PACKED, *short,
-                     out=out)  # fmt: skip
-        self.refused("is no file", dense, *self.PACKED, "--calibrate", tmp_path / "none", out=out)
+        self.refused("fewer than 128 tokens, the length of one sequence", dense, *self.PACKED,
+                     *short, out=out)  # fmt: skip
+        self.refused(
+            "is not a file", dense, *self.PACKED, "--calibrate", tmp_path / "none", out=out
+        )
 
     def test_an_output_in_use_costs_no_calibration(self, dense, text, monkeypatch):
         monkeypatch.setattr(calibrated, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
@@ -261,15 +267,15 @@ class TestRefusals:
     def test_texts_are_read_before_the_model(self, option, dense, text, tmp_path, monkeypatch):
         monkeypatch.setattr(calibrated, "load_model", lambda *_: pytest.fail("loaded"))
         given = {"--calibrate": text, "--text": text} | {option: tmp_path / "none.txt"}
-        self.refused("is no file", dense, *self.PACKED, *sum(given.items(), ()),
+        self.refused("is not a file", dense, *self.PACKED, *sum(given.items(), ()),
                      out=tmp_path / "out")  # fmt: skip
 
     def test_layers_that_the_layout_cannot_hold(self, text, tmp_path, monkeypatch):
         monkeypatch.setattr(calibrated, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
         known(mixtral)().save_pretrained(tmp_path / "dense")
         tokenizer_of(tmp_path / "dense")
-        self.refused("down_proj: not quantized, while others", tmp_path / "dense", *self.PACKED,
-                     "--calibrate", text, "--exclude", ".*experts.down_proj",
+        self.refused("down_proj: not quantized, while other weights", tmp_path / "dense",
+                     *self.PACKED, "--calibrate", text, "--exclude", ".*experts.down_proj",
                      out=tmp_path / "out")  # fmt: skip
 
     def test_experts_that_a_pattern_kept(self, text, tmp_path):
@@ -285,7 +291,7 @@ class TestRefusals:
     def test_what_vllm_refuses_is_not_to_be_served(self, dense, text, tmp_path):
         given = (dense, *self.PACKED, "--calibrate", text, *FEW, "--exclude", ".*q_proj")
         done = run(*given, "--out", tmp_path / "out")
-        assert "vLLM refuses such a checkpoint" in done
+        assert "vLLM rejects such a checkpoint" in done
         assert "vllm serve" not in done
 
     def test_layers_left_out(self, text, tmp_path):
@@ -305,21 +311,21 @@ class TestRefusals:
         config = json.loads((dense / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
         (dense / "config.json").write_text(json.dumps(config))
-        self.refused("quantized by 'gptq' already", dense, *self.PACKED, "--calibrate", text,
+        self.refused("already quantized with 'gptq'", dense, *self.PACKED, "--calibrate", text,
                      out=tmp_path / "out")  # fmt: skip
 
     def test_a_model_with_a_decoder_of_its_own(self, text, tmp_path):
         t5(vocab_size=TOKENS).save_pretrained(tmp_path / "t5")
         tokenizer_of(tmp_path / "t5")
-        self.refused("does not read token ids alone; calibrate it in a script", tmp_path / "t5",
+        self.refused("needs inputs other than token ids; calibrate it in a script", tmp_path / "t5",
                      *self.PACKED, "--calibrate", text, out=tmp_path / "out")  # fmt: skip
 
     def test_a_scheme_for_a_checkpoint_that_has_one(self, text, tmp_path):
         source = metis(tmp_path, scheme="w4a4")
-        self.refused("static scales in scheme 'w4a4' already", source, *self.PACKED,
+        self.refused("already has static scales in scheme 'w4a4'", source, *self.PACKED,
                      "--calibrate", text, "--scheme", "w4a16", out=tmp_path / "out")  # fmt: skip
 
     def test_another_tokenizer(self, dense, text, tmp_path):
         train_tokenizer(documents()[:3], vocab_size=TOKENS + 100).save_pretrained(dense)
-        self.refused("they do not belong together", dense, *self.PACKED, "--calibrate", text,
+        self.refused("they do not match", dense, *self.PACKED, "--calibrate", text,
                      out=tmp_path / "out")  # fmt: skip

@@ -63,11 +63,13 @@ class TestErrors:
 
     def test_conv1d(self, tmp_path):
         source = checkpoint(tmp_path / "metis", ARCHITECTURES["gpt2"])
-        self.refused(source, tmp_path / "out", r"transformer.h.0.attn.c_attn: a Conv1D.*dense")
+        self.refused(
+            source, tmp_path / "out", r"transformer.h.0.attn.c_attn: it is a Conv1D.*dense"
+        )
 
     def test_ragged_columns(self, tmp_path):
         source = checkpoint(tmp_path / "metis", partial(llama, intermediate_size=100))
-        match = r"layers.0.mlp.down_proj: in_features=100 is no multiple of the block of 16"
+        match = r"layers.0.mlp.down_proj: in_features=100 is not a multiple of the block size 16"
         self.refused(source, tmp_path / "out", match)
 
     @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ class TestErrors:
 
     def test_side_file_without_a_low_rank_part_or_a_place_for_it(self, tmp_path):
         source = checkpoint(tmp_path / "metis", scheme="nvidia")
-        self.refused(source, tmp_path / "out", r"needs weights that are split.*'nvidia'.*fold",
+        self.refused(source, tmp_path / "out", r"needs split weights.*'nvidia'.*fold",
                      low_rank="side-file")  # fmt: skip
         self.refused(source, tmp_path / "out", r"side-file.*compressed-tensors.*\"fold\"",
                      format="modelopt", low_rank="side-file")  # fmt: skip
@@ -106,7 +108,7 @@ class TestErrors:
     def test_no_metis_checkpoint(self, tmp_path):
         llama().save_pretrained(tmp_path / "plain")
         self.refused(
-            tmp_path / "plain", tmp_path / "out", "no Metis checkpoint but a plain checkpoint"
+            tmp_path / "plain", tmp_path / "out", "is a plain checkpoint, not a Metis checkpoint"
         )
         self.refused(tmp_path / "nowhere", tmp_path / "out", "no config.json")
 
@@ -180,8 +182,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("option", "content", "said"),
         [
-            ("results", b'{"piqa": ', r"file is not a whole JSON file"),
-            ("results", b"[1, 2]", r"file holds no metrics; expected a JSON object"),
+            ("results", b'{"piqa": ', r"file is not a valid JSON file"),
+            ("results", b"[1, 2]", r"file contains no metrics; expected a JSON object"),
             ("text", b"\xff\xfe\x00", r"file is not UTF-8 text"),
         ],
     )
@@ -200,7 +202,7 @@ class TestErrors:
         tokenizer.add_tokens(["import"])
         tokenizer.save_pretrained(source)
         (tmp_path / "t.txt").write_text("import this")
-        self.refused(source, tmp_path / "out", "they do not belong together",
+        self.refused(source, tmp_path / "out", "they do not match",
                      text=tmp_path / "t.txt")  # fmt: skip
 
     def test_a_weight_that_is_not_finite(self, tmp_path):
@@ -236,7 +238,7 @@ class TestErrors:
         match = r"source lacks model\.embed_tokens\.weight, which .* would be random"
         self.refused(source, tmp_path / "out", match, **options)
         path.write_bytes(whole[: len(whole) // 2])
-        match = r"source is not whole: model\.safetensors is cut short"
+        match = r"source is incomplete: model\.safetensors is truncated"
         self.refused(source, tmp_path / "out", match, **options)
 
     def test_an_interrupted_export_leaves_no_directory(self, tmp_path, monkeypatch):
@@ -318,7 +320,7 @@ class TestErrors:
         model = get_metis_model(bert("ForMaskedLM"), MetisConfig())
         model.save_pretrained(tmp_path / "metis")
         (tmp_path / "t.txt").write_text("text")
-        self.refused(tmp_path / "metis", tmp_path / "out", "no causal language model",
+        self.refused(tmp_path / "metis", tmp_path / "out", "not a causal language model",
                      format="dense", text=tmp_path / "t.txt")  # fmt: skip
         export_checkpoint(tmp_path / "metis", tmp_path / "out")
         transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")

@@ -183,17 +183,17 @@ def test_other_layers_that_engines_join(build, parent, joined, tmp_path):
         (
             "compressed-tensors",
             {"scheme": "w4a4", "scheme_pattern": {"k_proj": "w4a16"}},
-            "q_proj W4A4, k_proj W4A16, v_proj W4A4, of model.layers.0.self_attn",
+            "in model.layers.0.self_attn: q_proj W4A4, k_proj W4A16, v_proj W4A4",
         ),
         (
             "modelopt",
             {"scheme": "nvfp4-rne", "modules_to_not_convert": ["gate_proj", "lm_head"]},
-            "gate_proj dense, up_proj W4A16, of model.layers.0.mlp",
+            "in model.layers.0.mlp: gate_proj dense, up_proj W4A16.",
         ),
         (
             "compressed-tensors",
             {"scheme": "nvfp4-rne", "scheme_pattern": {"up_proj": "bf16"}},
-            "gate_proj W4A16, up_proj dense, of model.layers.0.mlp",
+            "in model.layers.0.mlp: gate_proj W4A16, up_proj dense.",
         ),
     ],
     ids=["inputs", "kept", "in high precision"],
@@ -204,7 +204,7 @@ def test_layers_that_engines_join_and_that_differ_are_said_to(layout, config, sa
         calibrate(model, [torch.arange(32).reshape(2, 16)])
     model.save_pretrained(tmp_path / "metis")
     report = export_checkpoint(tmp_path / "metis", tmp_path / "out", format=layout)
-    (note,) = (note for note in report.notes if "several ways" in note)
+    (note,) = (note for note in report.notes if "different ways" in note)
     assert said in note
 
 

@@ -146,7 +146,7 @@ class TestModelCard:
         assert card.data.to_dict()["base_model_relation"] == "quantized"
         assert set(card.data.tags) == {"compressed-tensors", "nvfp4", "scheme:w4a4"}
         assert "```bash\nvllm serve 'my model'\n```" in card.text
-        assert "On GPUs with FP4 units (Blackwell) vLLM quantizes inputs" in card.text
+        assert "On GPUs with FP4 units (Blackwell), vLLM quantizes inputs" in card.text
         assert f"{report.bytes:,} bytes of weights: 7 layers are packed" in card.text
 
     @pytest.mark.parametrize(

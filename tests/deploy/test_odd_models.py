@@ -79,7 +79,7 @@ def test_the_context_of_a_composite_model_is_that_of_its_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("build", "named"),
-    [(llava, r"layers, and not model\.vision_tower\."), (mixtral, None), (None, None)],
+    [(llava, r"layers, but not model\.vision_tower\."), (mixtral, None), (None, None)],
     ids=["an image encoder without an image", "experts without tokens", "no decoder"],
 )
 def test_weights_alone_name_layers_that_text_does_not_reach(build, named, tmp_path, caplog):

@@ -193,7 +193,7 @@ def test_the_command_says_how_many_saw_no_token(tmp_path):
     run += ["--calibration-sequences", 1, "--text", tmp_path / "text.txt"]
     done = CliRunner().invoke(app, list(map(str, run)))
     assert done.exit_code == 0, done.output
-    count = int(re.search(r"(\d+) layers of experts saw no token", done.output).group(1))
+    count = int(re.search(r"(\d+) expert layers saw no token", done.output).group(1))
     loaded = load_packed(tmp_path / "out", dtype=torch.float32)
     assert 0 < count < 2 * LAYERS * EXPERTS
     assert len(packed_layers(loaded)) == LAYERS * (4 + 3 * EXPERTS)
@@ -213,7 +213,7 @@ class TestRefused:
         model = get_metis_model(mixtral(), config)
         calibrate(model, [])
         model.save_pretrained(tmp_path / "run")
-        match = r"experts\.down_proj: not quantized, while others.*modules_to_not_convert"
+        match = r"experts\.down_proj: not quantized, while other weights.*modules_to_not_convert"
         with pytest.raises(ValueError, match=match):
             export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
         assert not (tmp_path / "out").exists()

@@ -108,11 +108,11 @@ class TestRecords:
 
     def test_what_is_no_record_is_named_with_a_way_out(self, tmp_path):
         for content, error, said in (
-            ('{"loss": 1.', DamagedRecord, "is not a whole JSON file"),
+            ('{"loss": 1.', DamagedRecord, "is not a valid JSON file"),
             ("[1]", DamagedRecord, "is not the record of 'task'"),
             ('{"loss": 1.0}', DamagedRecord, "is not the record of 'task'"),
             ('{"store": {"format": 1, "name": "b", "key": ""}}', DamagedRecord, "not the record"),
-            ('{"store": {"format": 99}}', ValueError, "has format 99, of another version"),
+            ('{"store": {"format": 99}}', ValueError, "has format 99, written by another version"),
         ):
             (tmp_path / "task.json").write_text(content)
             with pytest.raises(error, match=rf"task\.json.*{said}.*; delete it .*another --to$"):

@@ -22,12 +22,15 @@ def test_refusals(tmp_path):
 
     assert read().shape == (4, 16)
     for changes, said in (
-        ({"length": 4}, "4 sequences of 4 tokens; choose at least 2 of 8"),
-        ({"sequences": 1}, "choose at least 2 of 8"),
-        ({"length": 256}, "256 tokens do not fit the context of NAME, 128 tokens"),
-        ({"text": "def f(x):"}, r"has \d tokens; at least 32 are needed, 2 x 16"),
+        ({"length": 4}, "4 sequences of 4 tokens are too few; choose at least 2 sequences of 8"),
+        ({"sequences": 1}, "choose at least 2 sequences of 8"),
+        ({"length": 256}, "256 tokens do not fit in the context of NAME, 128 tokens"),
+        ({"text": "def f(x):"}, r"has \d tokens, but at least 32 \(2 x 16\) are needed"),
         ({"text": " "}, "text.txt is empty"),
-        ({"vocabulary": 100}, "tokenizer of NAME gives token .*, and the model knows 100"),
+        (
+            {"vocabulary": 100},
+            "tokenizer of NAME produces token .*, but the model's vocabulary has 100",
+        ),
         ({"text": b"\xff"}, "not UTF-8"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -204,8 +204,8 @@ def test_a_plan_adds_up_and_is_printed():
     print_plan(long, console, device="h200", runs=2)
     text = console.export_text()
     assert "of all 2 runs" in text
-    assert "Warning: more than a week" in text
-    assert "Warning: H200 has 139.8 GiB, too few for a rank" in text
+    assert "Warning: the training takes more than a week" in text
+    assert "Warning: H200 has 139.8 GiB, which is too little for a rank" in text
 
 
 def test_a_workload_that_cannot_be_cut():
@@ -217,7 +217,7 @@ def test_a_workload_that_cannot_be_cut():
 
 def test_models_that_cannot_be_planned_are_refused_by_name():
     for kind, options, found in (
-        ("Gemma3", {}, "gemma3 has a text model among others"),
+        ("Gemma3", {}, "gemma3 has a text model among other parts"),
         ("T5", {"d_model": 32, "num_layers": 1}, "t5 has an encoder and a decoder"),
         ("Mamba", {}, "mamba has (no attention heads|layers of)"),
         ("Jamba", {}, "jamba has layers of"),

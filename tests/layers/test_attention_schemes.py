@@ -26,12 +26,12 @@ from metis_hf.schemes.noise_keys import CallKeys
 REASONS = {
     "metis": "splits tensors",
     "svdquant": "splits tensors",
-    "omniquant": "trains factors beside a weight",
-    "w4a4": r"keeps a state \(StaticScales\)",
-    "smoothquant": r"keeps a state \(Smoothing\)",
-    "tetrajet2": r"keeps a state \(Oscillation\)",
-    "quarot": "rotates operands of the forward pass",
-    "ufp4": "rotates operands of the forward pass",
+    "omniquant": "trains factors in addition to a weight",
+    "w4a4": r"keeps state \(StaticScales\)",
+    "smoothquant": r"keeps state \(Smoothing\)",
+    "tetrajet2": r"keeps state \(Oscillation\)",
+    "quarot": "rotates operands in the forward pass",
+    "ufp4": "rotates operands in the forward pass",
     "averis": r"has a conditioner \(MeanRemoved\)",
     "occ": r"has a conditioner \(Clamped\)",
 }
@@ -49,7 +49,7 @@ class TestSchemes:
     def test_all_others_are_refused_by_name(self):
         for scheme in {*scheme_names()} - ACCEPTED:
             reason = REASONS.get(scheme, "")
-            message = rf"^attention='{scheme}' cannot .* since it .*{reason}.*nvfp4"
+            message = rf"^attention='{scheme}' cannot .* because it .*{reason}.*nvfp4"
             with pytest.raises(ValueError, match=message):
                 build_attention_scheme(MetisConfig(attention=scheme))
 

@@ -46,13 +46,15 @@ class TestLinear:
     def test_another_width(self, kind):
         for shape in ((2, 64), (32, 2, 16), (3, 1), ()):
             own = f"width {shape[-1]}" if shape else "no width"
-            match = rf"model.layers.0.mlp.up_proj takes inputs of width 32, and this one has {own}"
+            match = (
+                rf"model.layers.0.mlp.up_proj expects inputs of width 32, but this input has {own}"
+            )
             with pytest.raises(ValueError, match=match):
                 layer(kind)(torch.randn(shape))
 
     def test_another_kind_of_numbers(self, kind):
         for dtype in (torch.int64, torch.bool, torch.complex64):
-            match = rf"up_proj takes inputs of a floating-point dtype, and this one is {dtype}"
+            match = rf"up_proj expects inputs of a floating-point dtype, but this input is {dtype}"
             with pytest.raises(ValueError, match=match):
                 layer(kind)(torch.ones(2, IN, dtype=dtype))
             with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=match):
@@ -63,7 +65,7 @@ class TestLinear:
 def test_another_dtype_than_the_weight_has(dtype):
     """As nn.Linear refuses it; autocast makes one of all but float64."""
     mine, x = layer("nvfp4"), torch.randn(4, IN, dtype=dtype)
-    match = rf"up_proj has a weight of torch.float32, and its input is {dtype}: convert one to"
+    match = rf"up_proj has a weight of torch.float32, but its input is {dtype}: convert one to"
     with pytest.raises(ValueError, match=match):
         mine(x)
     with torch.autocast("cpu", torch.bfloat16):

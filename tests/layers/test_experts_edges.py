@@ -36,7 +36,7 @@ def test_experts_that_do_not_tell_whether_they_are_parallel_run():
 def test_unconverted_experts_refuse_our_implementation():
     block = Block("mixtral")
     block.experts.config._experts_implementation = "metis"
-    with pytest.raises(ValueError, match="for converted experts, and these are not"):
+    with pytest.raises(ValueError, match="for converted experts, and these are not converted"):
         block(*routing())
 
 

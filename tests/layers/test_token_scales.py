@@ -158,8 +158,8 @@ class TestRefusals:
         scheme = build_scheme(MetisConfig(scheme="nvidia", outer_scale="token"), 64, 64)
         reason = native.obstacle(scheme)
         assert reason == (
-            "fprop takes its input with a scale for each token, and FP4 units are given one for "
-            'the tensor; use outer_scale="tensor"'
+            "fprop takes its input with one scale per token, but FP4 units take one scale per "
+            'tensor; use outer_scale="tensor"'
         )
         assert native.obstacle(build_scheme(MetisConfig(scheme="nvidia"), 64, 64)) is None
         backward = MetisConfig(

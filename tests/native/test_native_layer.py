@@ -177,22 +177,22 @@ class TestWhatCannotRun:
     @pytest.mark.parametrize(
         ("scheme", "changes", "said"),
         [
-            ("nvfp4", {}, 'dgrad takes the copy of its weight .* operand_mode="contraction"'),
-            ("metis", {}, "dgrad takes the copy of its weight"),
+            ("nvfp4", {}, 'dgrad uses the copy of its weight .* operand_mode="contraction"'),
+            ("metis", {}, "dgrad uses the copy of its weight"),
             ("nvidia", {"format": "mxfp8-e4m3"}, "fprop takes its input in mxfp8-e4m3"),
-            ("w4a4", {}, "dgrad takes its grad_output in high precision, and the other operand"),
+            ("w4a4", {}, "dgrad takes its grad_output in high precision, but the other operand"),
             ("w4a16", {}, "fprop takes its input in high precision"),
             ("metis-paper", {}, "its weight is stored as factors .* split_weight=False"),
             (
                 "occ",
                 {"operand_mode": "contraction"},
-                "fprop is no product .* Clamped of its input",
+                "fprop is not a product .* Clamped of its input",
             ),
             ("smoothquant", {"operand_mode": "contraction"}, "PerChannel of its input and"),
             (
                 "halo",
                 {"operand_mode": "contraction"},
-                r"dgrad takes the copy of its weight that is rotated .* contracts\. backend=",
+                r"dgrad uses the copy of its weight that is rotated .* contracts\. backend=",
             ),
         ],
     )
@@ -227,13 +227,13 @@ class TestWhatCannotRun:
     @pytest.mark.parametrize(
         ("scheme", "dtype", "gives"),
         [
-            ("nvidia", torch.float64, "nvfp4 gives bfloat16 or float16 or float32"),
-            ("mxfp4", torch.float32, "mxfp4 gives bfloat16"),
+            ("nvidia", torch.float64, "nvfp4 GEMM returns bfloat16 or float16 or float32"),
+            ("mxfp4", torch.float32, "mxfp4 GEMM returns bfloat16"),
         ],
     )
     def test_in_another_precision(self, scheme, dtype, gives):
         _, layer = layer_of(scheme, "contraction", dtype=dtype, backend="native")
-        with use_gemm(SlowGemm()), pytest.raises(ValueError, match=f"{gives}, and the model wants"):
+        with use_gemm(SlowGemm()), pytest.raises(ValueError, match=f"{gives}, but the model needs"):
             layer(torch.randn(4, 48, dtype=dtype))
 
     @pytest.mark.parametrize(
@@ -274,7 +274,9 @@ class TestWhatCannotRun:
         monkeypatch.delattr(torch.nn.functional, "scaled_mm")
         report = get_metis_model(llama(), MetisConfig(scheme="nvidia", backend="auto")).metis_report
         assert "GEMMs emulated in 14 layers: torch 2." in str(report)
-        with pytest.raises(ValueError, match=r"has no torch.nn.functional.scaled_mm; 2.13 has it"):
+        with pytest.raises(
+            ValueError, match=r"has no torch.nn.functional.scaled_mm, which needs torch 2.13"
+        ):
             get_metis_model(llama(), MetisConfig(scheme="nvidia", backend="native"))
 
     def test_a_copy_shared_between_gemms(self):
@@ -284,7 +286,7 @@ class TestWhatCannotRun:
         assert obstacle(scheme) is None
         square = replace(scheme.fprop_input.quantizer, tile=Tile.SQUARE)
         shared = replace(scheme, fprop_input=Operand(square), wgrad_input=None)
-        assert "wgrad takes the copy of its input" in obstacle(shared)
+        assert "wgrad uses the copy of its input" in obstacle(shared)
         rotated = replace(
             scheme,
             fprop_input=replace(scheme.fprop_input, conditioner=Hadamard()),
@@ -292,7 +294,9 @@ class TestWhatCannotRun:
             dgrad_grad_output=replace(scheme.dgrad_grad_output, conditioner=Hadamard()),
         )
         assert rotated.reuses(Role.DGRAD_WEIGHT)
-        assert "dgrad takes the copy of its weight that is rotated along an" in obstacle(rotated)
+        assert "dgrad uses the copy of its weight that is rotated along a different" in obstacle(
+            rotated
+        )
 
     def test_rotations_with_signs_of_their_own(self):
         """They cancel only where one operand takes the other's."""
@@ -300,7 +304,9 @@ class TestWhatCannotRun:
         assert obstacle(scheme) is None
         operand = scheme.wgrad_grad_output
         alone = replace(operand, conditioner=RandomHadamard(operand.conditioner.seed))
-        assert "wgrad is no product of codes" in obstacle(replace(scheme, wgrad_grad_output=alone))
+        assert "wgrad is not a product of codes" in obstacle(
+            replace(scheme, wgrad_grad_output=alone)
+        )
 
 
 def test_report_says_what_runs_where():
@@ -310,7 +316,7 @@ def test_report_says_what_runs_where():
     lines = str(report).splitlines()
     assert "  GEMMs on FP4 units: 12 layers" in lines
     (emulated,) = [line for line in lines if "emulated" in line]
-    assert emulated.startswith("  GEMMs emulated in 2 layers: fprop is no product of codes")
+    assert emulated.startswith("  GEMMs emulated in 2 layers: fprop is not a product of codes")
     data = json.loads(json.dumps(report.to_dict()))
     assert sum(layer["native"] for layer in data["layers"]) == 12
     report = get_metis_model(llama(), MetisConfig(scheme="nvidia")).metis_report
@@ -375,7 +381,7 @@ def test_gemms_in_high_precision_stay_there(passes, gemms):
 def test_a_scheme_that_cannot_run_is_refused_before_a_switch():
     with use_gemm(SlowGemm()):
         model = get_metis_model(llama(), MetisConfig(scheme="nvidia", backend="native"))
-    with pytest.raises(ValueError, match=r"fprop is no product .*; nothing was changed"):
+    with pytest.raises(ValueError, match=r"fprop is not a product .*; nothing was changed"):
         set_precision(model, scheme="occ", operand_mode="contraction")
     assert {layer.config.scheme for _, layer in metis_layers(model)} == {"nvidia"}
 

@@ -110,9 +110,14 @@ def test_a_nan_spoils_its_block_alone():
 @pytest.mark.parametrize(
     ("amax", "options", "error", "message"),
     [
-        (1.0, {}, TypeError, r"amax=1.0 is no tensor; give torch.tensor\(1.0\)"),
-        (torch.ones(3), {}, ValueError, r"one number.*has shape \(3,\) and torch.float32"),
-        (torch.tensor(1), {}, ValueError, "of a float dtype.*torch.int64"),
+        (1.0, {}, TypeError, r"amax=1.0 is not a tensor; pass torch.tensor\(1.0\)"),
+        (
+            torch.ones(3),
+            {},
+            ValueError,
+            r"a 0-dim tensor.*has shape \(3,\) and dtype torch.float32",
+        ),
+        (torch.tensor(1), {}, ValueError, "of a float dtype.*dtype torch.int64"),
         (torch.ones(()), {"fmt": "mxfp4"}, ValueError, r"mxfp4, two_level=False.*leave amax out"),
         (torch.ones(()), {"two_level": False}, ValueError, "has none"),
         (torch.ones(()), {"outer_scale": "token"}, ValueError, 'outer_scale="token".*has none'),

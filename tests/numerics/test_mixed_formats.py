@@ -197,11 +197,11 @@ def test_one_format_is_what_a_mixed_one_of_equals_would_be():
 class TestRefusals:
     def test_scales_without_a_sign(self):
         mixed = MixedFormat("mixed", (E2M1, INT4))
-        with pytest.raises(ValueError, match=r"mixes two formats.*e8m0.*use SCALE_E4M3"):
+        with pytest.raises(ValueError, match=r"mixes two element formats.*e8m0.*use SCALE_E4M3"):
             BlockFormat("bad", mixed, SCALE_E8M0, 32)
 
     def test_formats_of_different_sizes(self):
-        with pytest.raises(ValueError, match=r"e2m1 \(4 bits\) and e2m3 \(6 bits\).*equal bits"):
+        with pytest.raises(ValueError, match=r"e2m1 \(4 bits\) and e2m3 \(6 bits\).*equal width"):
             MixedFormat("mixed", (E2M1, E2M3))
 
     @pytest.mark.parametrize("rule", ["four-over-six", "search", "eden"])

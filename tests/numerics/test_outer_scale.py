@@ -151,7 +151,7 @@ class TestRefusals:
             ({"fmt": "mxfp4"}, ["e8m0 block scales mxfp4 has none", 'outer_scale="tensor"']),
             ({"fmt": "ufp4"}, ["fp32 block scales ufp4 has none"]),
             ({"two_level": False}, ["two_level=False nvfp4 has none"]),
-            ({"tile": "square"}, ['tile="square" have several', 'use tile="row"']),
+            ({"tile": "square"}, ['tile="square" span several', 'use tile="row"']),
             ({"outer_scale": "row"}, ["outer_scale='row' is unknown", "'tensor', 'token'"]),
         ],
     )

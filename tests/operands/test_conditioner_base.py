@@ -77,7 +77,7 @@ def test_a_conditioner_without_a_hash_is_refused():
     class Thawed(AroundQuantizer):
         """As `@dataclass` alone makes it."""
 
-    with pytest.raises(TypeError, match=r"Thawed cannot be hashed.*@dataclass\(frozen=True\)"):
+    with pytest.raises(TypeError, match=r"Thawed is not hashable.*@dataclass\(frozen=True\)"):
         Operand(STOCHASTIC, Thawed())
 
 
@@ -156,7 +156,7 @@ class TestAroundQuantizer:
             transformed_shape = AroundQuantizer.transformed_shape
 
         message = (
-            r"Undeclared.forward gives \(38, 70\) of a matrix \(37, 70\).*override transformed"
+            r"Undeclared.forward turns a matrix of shape \(37, 70\) into \(38, 70\).*override trans"
         )
         with pytest.raises(ValueError, match=message):
             Undeclared().encode(matrix(), STOCHASTIC, dim=0, key=KEY)

@@ -89,7 +89,7 @@ class TestOtherConfigs:
     def test_another_rank(self):
         _, layer = layer_of("metis", i=64, o=48, rank=8, split_weight=True)
         layer.check_config(layer.config.replace(scheme="nvidia"))
-        with pytest.raises(ValueError, match="rank 9 does not fit stored factors of rank 8"):
+        with pytest.raises(ValueError, match="rank 9 does not match the stored factors of rank 8"):
             layer.check_config(layer.config.replace(rank=9))
 
     def test_a_dense_weight_has_no_rank(self):
@@ -109,7 +109,7 @@ class TestOtherConfigs:
     )  # fmt: skip
     def test_another_form(self, first, second):
         _, layer = layer_of(**first, i=64, o=48)
-        with pytest.raises(ValueError, match="another form"):
+        with pytest.raises(ValueError, match="a different form"):
             layer.check_config(layer.config.replace(**second))
 
 

@@ -142,9 +142,9 @@ class TestImportSchemes:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("notes/text.txt", "no schemes from .*text.txt: there is no such file"),
-            ("no_such.module", "no schemes from no_such.module: Python finds no module"),
-            ("", "no schemes from .*: Python finds no module"),
+            ("notes/text.txt", "cannot import schemes from .*text.txt: the file does not exist"),
+            ("no_such.module", "schemes from no_such.module: Python finds no module"),
+            ("", "cannot import schemes from .*: Python finds no module"),
         ],
     )
     def test_missing(self, name, message):
@@ -153,11 +153,13 @@ class TestImportSchemes:
 
     def test_nothing_registered(self, write):
         file = write("empty.py", "x = 1\n")
-        with pytest.raises(ValueError, match=r"empty.py: it registers none. Decorate a function"):
+        with pytest.raises(
+            ValueError, match=r"empty.py: it registers no scheme. Decorate a function"
+        ):
             import_schemes(file)
         file.write_text(SCHEME.format(name="repaired"))
         assert import_schemes(file) == ["repaired"]
-        with pytest.raises(ValueError, match=r"text.txt: it is no Python file"):
+        with pytest.raises(ValueError, match=r"text.txt: it is not a Python file"):
             import_schemes(write("text.txt", "").parent / "text.txt")
 
     def test_a_name_that_is_taken(self, write):
@@ -173,7 +175,7 @@ class TestImportSchemes:
 
     def test_code_that_fails(self, write):
         file = write("broken.py", SCHEME.format(name="half") + "1 / 0\n")
-        with pytest.raises(ValueError, match=r"broken.py: its code fails with ZeroDivisionError"):
+        with pytest.raises(ValueError, match=r"broken.py: its code raised ZeroDivisionError"):
             import_schemes(file)
         assert "half" not in scheme_names()
         assert not [name for name in sys.modules if name.startswith("metis_hf_user_broken")]
@@ -188,7 +190,7 @@ class TestImportSchemes:
         file.write_text(text.format(top=2))
         assert import_schemes(file) == ["mine"]
         assert formats.get_format("own").element.values == (-1, 0, 2)
-        with pytest.raises(ValueError, match="'own' exists already"):
+        with pytest.raises(ValueError, match="'own' already exists"):
             formats.register_format(replace(formats.get_format("own"), block_size=8))
 
     def test_a_package_with_a_broken_module_can_be_repaired(self, write):
@@ -241,7 +243,9 @@ class TestMistakes:
 
     def test_no_scheme(self):
         register_scheme("none", summary="", source="")(lambda config, rank: None)
-        message = r"scheme 'none' \(in schemes.test_discovery\) returns None; return a Scheme"
+        message = (
+            r"scheme 'none' \(in schemes.test_discovery\) returned None; it must return a Scheme"
+        )
         with pytest.raises(TypeError, match=message):
             build_scheme(MetisConfig(scheme="none"), 64, 64)
 

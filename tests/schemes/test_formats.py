@@ -36,7 +36,7 @@ def check_formats(name):
         config = MetisConfig(scheme=name, format=fmt)
         if DEFINED.get(name, fmt) != fmt:
             own = DEFINED[name]
-            message = f"scheme '{name}' does not take format='{fmt}': it is defined by {own}"
+            message = f"scheme '{name}' does not take format='{fmt}': it is defined only for {own}"
             with pytest.raises(ValueError, match=message):
                 build_scheme(config, SIDE, SIDE)
         elif (name, fmt) == ("occ", "if4"):
@@ -56,7 +56,7 @@ def test_occ_refuses_a_codebook(monkeypatch):
     element = CodebookFormat("lopsided", (-2, -0.5, 0, 1))
     fmt = BlockFormat("lopsided", element, SCALE_FP32, 32, "a test")
     monkeypatch.setitem(FORMATS, "lopsided", fmt)
-    with pytest.raises(ValueError, match=r"same on both sides of zero.*lopsided need not have"):
+    with pytest.raises(ValueError, match=r"same on both sides of zero.*lopsided may not have"):
         build_scheme(MetisConfig(scheme="occ", format="lopsided"), SIDE, SIDE)
 
 
@@ -96,13 +96,13 @@ class TestRefusals:
     def test_rows_without_blocks(self, name):
         """Square tiles, and clipping by blocks, where the format has one scale for a row."""
         config = MetisConfig(scheme=name, format="fp8-e4m3")
-        message = f"scheme '{name}' does not take format='fp8-e4m3' as it is configured: "
+        message = f"scheme '{name}' does not take format='fp8-e4m3' in this configuration: "
         with pytest.raises(ValueError, match=message):
             build_scheme(config, SIDE, SIDE)
 
     def test_what_is_refused_with_any_format_is_not_blamed_on_it(self):
         config = MetisConfig(scheme="nvidia", format="nvfp4", operand_mode="shared")
-        with pytest.raises(ValueError, match=r'^scheme "nvidia" casts a copy per GEMM'):
+        with pytest.raises(ValueError, match=r'^scheme "nvidia" quantizes a copy for each GEMM'):
             build_scheme(config, SIDE, SIDE)
 
 

@@ -90,8 +90,8 @@ def test_what_stands_beside_stored_factors_is_corrected():
 def test_what_is_deployed_has_one_form(scheme):
     for changes, message in (
         ({"split_weight": True}, "stores factors, which no deployed layer has"),
-        ({"scale_rounding": "up"}, "rounds block scales to nearest, as kernels"),
-        ({"two_level": False}, "fixes tensor scales, and two_level=False has none"),
+        ({"scale_rounding": "up"}, "rounds block scales to nearest, as the kernels"),
+        ({"two_level": False}, "fixes tensor scales, but two_level=False has none"),
     ):
         with pytest.raises(ValueError, match=message):
             build_scheme(MetisConfig(scheme=scheme, **changes), 64, 64)

@@ -100,7 +100,7 @@ def test_schemes_of_a_users_file_are_in_the_list(run, tmp_path, monkeypatch):
 
 
 def test_a_mode_of_the_list_is_refused(run):
-    assert "name schemes, or --json" in str(run("--mode", "shared").exception)
+    assert "name schemes, or use --json" in str(run("--mode", "shared").exception)
 
 
 def test_no_word_is_broken_at_80_columns(run):

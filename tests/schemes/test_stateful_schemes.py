@@ -207,7 +207,7 @@ def test_a_switch_of_schemes_makes_and_drops_the_state():
     assert same(state_of(layer), before)
     set_precision(model, scheme="nvfp4", high_precision=())
     assert not dict(layer.named_buffers())
-    with pytest.raises(ValueError, match="another form"):
+    with pytest.raises(ValueError, match="a different form"):
         set_precision(model, scheme="omniquant")
 
 

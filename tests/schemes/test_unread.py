@@ -50,12 +50,12 @@ def test_what_is_named(fields, unread):
 def said_at_conversion(caplog, **fields):
     with caplog.at_level(logging.WARNING):
         get_metis_model(llama(num_hidden_layers=1), MetisConfig(**fields))
-    return [r.getMessage() for r in caplog.records if "changes nothing" in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()]
 
 
 def test_conversion_names_it(caplog):
     assert said_at_conversion(caplog, scheme="nvfp4", decompose=["weight"], sample_frac=0.5) == [
-        "sample_frac=0.5, decompose=('weight',) changes nothing: scheme nvfp4 does not read it"
+        "sample_frac=0.5, decompose=('weight',) has no effect: scheme nvfp4 does not use it"
     ]
 
 
@@ -63,8 +63,8 @@ def test_conversion_names_the_rank_that_stands_in_its_place(caplog):
     """The scheme reads a share where no rank is given."""
     fields = {"rank": 8, "rank_frac": 0.1, "decompose": [], "n_iter": 3}
     assert said_at_conversion(caplog, scheme="metis", **fields) == [
-        "n_iter=3 changes nothing: scheme metis does not read it",
-        "rank_frac=0.1 changes nothing: rank=8 stands in its place",
+        "n_iter=3 has no effect: scheme metis does not use it",
+        "rank_frac=0.1 has no effect: rank=8 overrides it",
     ]
 
 

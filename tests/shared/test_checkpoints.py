@@ -63,8 +63,8 @@ def test_a_file_cut_short(name, copied, caplog):
             assert last_checkpoint(copied) == str(copied / "checkpoint-2")
         (record,) = caplog.records
         assert record.getMessage() == (
-            f"{copied}/checkpoint-4 is not whole ({name} is cut short); "
-            "checkpoint-2 is taken instead"
+            f"{copied}/checkpoint-4 is incomplete ({name} is truncated); "
+            "checkpoint-2 is used instead"
         )
 
 
@@ -173,7 +173,7 @@ class TestEvaluation:
     def test_falls_back(self, copied, caplog):
         cut(copied / "checkpoint-4/model.safetensors")
         assert open_checkpoint(copied).path == copied / "checkpoint-2"
-        assert "checkpoint-2 is taken instead" in caplog.text
+        assert "checkpoint-2 is used instead" in caplog.text
 
     def test_needs_no_optimizer(self, copied):
         (copied / "checkpoint-4/optimizer.pt").unlink()
@@ -186,11 +186,11 @@ class TestEvaluation:
         assert open_checkpoint(copied).path == copied / place
         cut(copied / place / "model.safetensors")
         assert open_checkpoint(copied).path == copied / "checkpoint-4"
-        assert "model.safetensors is cut short" in caplog.text
+        assert "model.safetensors is truncated" in caplog.text
 
     def test_a_named_checkpoint_cut_short_is_refused(self, copied):
         cut(copied / "checkpoint-4/model.safetensors")
-        with pytest.raises(ValueError, match=r"checkpoint-4: model.safetensors is cut short"):
+        with pytest.raises(ValueError, match=r"checkpoint-4: model.safetensors is truncated"):
             open_checkpoint(copied / "checkpoint-4")
 
 
@@ -234,7 +234,10 @@ def test_a_config_of_more_layers_than_its_weights(tmp_path):
     """Building a million takes minutes and gigabytes before the first weight is read."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     for config, said in (
-        ({"num_hidden_layers": 1_000_000}, "config.json has 1,000,000 layers, and the weights 1 "),
+        (
+            {"num_hidden_layers": 1_000_000},
+            "config.json has 1,000,000 layers, but the weights have only 1 ",
+        ),
         ({"text_config": {"n_layer": 10**30}}, "config.json has 1,000,000,000,000"),
         ({"num_hidden_layers": 1000}, None),
         ({"layers": "many"}, None),
@@ -255,7 +258,7 @@ def test_sizes_that_no_model_has(name, size, run, tmp_path):
     place = shutil.copytree(run / "checkpoint-4", tmp_path / "model")
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | {name: size}))
-    match = rf"config\.json has {name}={size}, which no model has"
+    match = rf"config\.json has {name}={size}, an impossible size"
     with pytest.raises(ValueError, match=match):
         open_checkpoint(place)
     with pytest.raises(ValueError, match=match):

@@ -26,7 +26,7 @@ def test_hostile_patterns_are_answered(pattern):
     assert bool(ending_pattern(f"{pattern}").match(f"b.{NAME}")) is HOSTILE[pattern]
 
 
-NO_RE2 = "RE2, which matches in linear time, does not take it"
+NO_RE2 = "RE2, which matches in linear time, does not support it"
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def test_json_holds_a_file_name_that_is_not_utf8(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": ', r"a\.json is not a whole JSON file"),
+        ('{"a": ', r"a\.json is not a valid JSON file"),
         ("[" * 100_000, r"a\.json is JSON that is nested too deeply"),
-        ("9" * 5000, r"a\.json is not a whole JSON file"),
-        (None, r"a\.json has 67,108,865 bytes, .* less than 67,108,864"),
+        ("9" * 5000, r"a\.json is not a valid JSON file"),
+        (None, r"a\.json has 67,108,865 bytes; choose .* at most 67,108,864 bytes"),
     ],
 )
 def test_json_that_is_not_read_is_named_in_a_line(text, said, tmp_path):

@@ -121,7 +121,7 @@ def test_measured_blocks_run_in_python() -> None:
     ("make", "config", "reason"),
     [
         (lambda: llama(attention_dropout=0.1), {"scheme": "nvfp4-rne"}, "random numbers"),
-        (llama, {"scheme": "smoothquant"}, "smoothquant keeps a state"),
+        (llama, {"scheme": "smoothquant"}, "smoothquant keeps state"),
     ],
 )
 def test_what_is_not_recorded(make, config, reason, caplog) -> None:
@@ -143,7 +143,7 @@ def test_blocks_that_return_more_than_floats_run_in_python(value) -> None:
     for _ in range(WARM_UP + 2):
         assert block(torch.ones(1, 2))[1] is value
     assert recorder.played == 0
-    assert "something else than tensors of floats" in graphs.refused
+    assert "something other than floating-point tensors" in graphs.refused
 
 
 def test_a_recording_that_fails_leaves_python(caplog) -> None:
@@ -161,7 +161,7 @@ def test_a_recording_that_fails_leaves_python(caplog) -> None:
 def test_a_model_without_such_blocks_says_so(caplog) -> None:
     """It is sharded all the same, so its steps are not recorded whole."""
     graphs = BlockGraphs([], AgainFromPlaces())
-    assert "has a converted layer" in graphs.refused
+    assert "contains a converted layer" in graphs.refused
     assert graphs.refused in caplog.text
     assert units(llama()) is None
 

@@ -158,7 +158,7 @@ class TestCalibrate:
         weight = block.up_proj.weight
         block.forward = lambda x: block.down_proj(block.gate_proj(x) * (x @ weight.T))
         calibrate(model, ids(1))
-        assert "calibration called 3 of 4 converted layers, and not model.layers.1.mlp.up_proj" in (
+        assert "calibration called 3 of 4 converted layers, but not model.layers.1.mlp.up_proj" in (
             caplog.text
         )
 
@@ -225,8 +225,8 @@ class TestCalibrate:
         ("options", "match"),
         [
             ({"method": "best"}, "method='best'; choose one of mse, amax, percentile"),
-            ({"percentile": 30}, "percentile=30; expected more than 50"),
-            ({"batches": iter([])}, "calibration got no batch"),
+            ({"percentile": 30}, "percentile=30; expected a number above 50"),
+            ({"batches": iter([])}, "calibration received no batch"),
         ],
     )
     def test_bad_input(self, options, match):

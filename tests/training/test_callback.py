@@ -181,7 +181,10 @@ def test_a_refresh_is_recorded_where_health_is_not_measured(tmp_path):
     trainer(tmp_path, model, [MetisCallback(0)], logging_steps=4).train()
     run = read_run(tmp_path)
     assert run.refreshes == {step: {key: {} for key in names} for step in (2, 4)}
-    said = f"refreshed 2 times, last at step 4, where {len(names)} weights were decomposed again"
+    said = (
+        f"refreshed 2 times, most recently at step 4, when {len(names)} weights were "
+        "decomposed again"
+    )
     assert said in " ".join(findings(run))
 
 

@@ -123,7 +123,9 @@ class TestErrors:
     def test_scales_that_would_never_be_fixed(self, tmp_path):
         model = converted("w4a4")
         made = trainer(tmp_path, model, [MetisCallback(freeze_scales=5)])
-        with pytest.raises(ValueError, match="freeze_scales=5 of 4 steps: scales would never"):
+        with pytest.raises(
+            ValueError, match="freeze_scales=5, but the run has 4 steps: scales would never"
+        ):
             made.train()
 
     def test_compiling_a_model_says_that_it_takes_long(self, tmp_path, caplog):
@@ -133,7 +135,7 @@ class TestErrors:
         for compiles in (False, True):
             made.args.torch_compile = compiles
             callback.on_train_begin(made.args, made.state, made.control, model=made.model)
-            assert ("first step takes long" in caplog.text) == compiles
+            assert ("first step takes a long time" in caplog.text) == compiles
         assert "7 quantized layers" in caplog.text
 
     def test_non_finite_activation_is_shown_and_named(self, tmp_path, caplog):
@@ -177,7 +179,7 @@ class CallsBefore(transformers.TrainerCallback):
 
 
 HEAD = {"target_modules": ["lm_head", "q_proj"]}
-UNCALLED = "the first step called 1 of 2 converted layers, and not lm_head."
+UNCALLED = "the first step called 1 of 2 converted layers, but not lm_head."
 
 
 class TestUncalledLayers:
@@ -229,4 +231,4 @@ class TestUncalledLayers:
         config = MetisConfig(scheme="nvfp4", target_modules="all-linear")
         model = get_metis_model(Branches(), config)
         trainer(tmp_path, model, [MetisCallback(0)], max_steps=1).train()
-        assert "called 2 of 8 converted layers, and not idle, experts.* (5 layers)." in caplog.text
+        assert "called 2 of 8 converted layers, but not idle, experts.* (5 layers)." in caplog.text

@@ -191,7 +191,7 @@ def test_scales_that_are_fixed_on_the_way(tmp_path) -> None:
 
 def test_schemes_with_a_state_run_in_python(tmp_path) -> None:
     graphs = recorded_as_plain(tmp_path, scheme="smoothquant", max_steps=4)
-    assert graphs.refused == "smoothquant keeps a state that changes with each step"
+    assert graphs.refused == "smoothquant keeps state that changes with each step"
     assert graphs.record.played == 0
 
 
@@ -204,7 +204,7 @@ def test_runs_that_cannot_be_recorded_are_refused(tmp_path, monkeypatch) -> None
         check(args)
     monkeypatch.setenv("FSDP_VERSION", "2")
     args.gradient_checkpointing = True
-    with pytest.raises(ValueError, match=r"are computed again in the backward pass; leave"):
+    with pytest.raises(ValueError, match=r"already recomputed in the backward pass; turn off"):
         check(args)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match=r"DeepSpeed keeps .* use DDP or FSDP2"):

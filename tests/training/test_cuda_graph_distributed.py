@@ -55,7 +55,7 @@ def same(state, other) -> None:
 def test_a_parameter_without_a_gradient_is_named(ranks) -> None:
     for error in ranks("ddp", "spare_parameter"):
         assert re.search(
-            r"ValueError: cuda_graphs: 1 of \d+ parameters have no gradient, the first is spare, "
-            r".* Freeze",
+            r"ValueError: cuda_graphs: 1 of \d+ trainable parameters have no gradient, "
+            r"the first is spare, .* Freeze",
             error,
         )

@@ -20,8 +20,8 @@ def test_beyond_the_most_recordings_steps_run_in_python(tmp_path, monkeypatch, c
     assert graphs.recordings == 1
     said = [r.getMessage() for r in caplog.records if "kinds of steps" in r.getMessage()]
     assert said == [
-        "cuda_graphs: 1 kinds of steps are recorded, and each keeps the memory of a step; all "
-        "others run in Python. Pad batches to fewer lengths"
+        "cuda_graphs: 1 kinds of steps are recorded, each of which keeps the memory of a "
+        "step; all other kinds run in Python. Pad batches to fewer distinct lengths"
     ]
 
 
@@ -114,7 +114,7 @@ def test_a_batch_of_something_else_runs_in_python() -> None:
         extra = Box(pixels=[torch.tensor([float(index)])])
         assert run({"x": torch.zeros(1), "extra": extra}) == index
     assert graphs.recordings == 0
-    assert "holds a Box" in graphs.refused
+    assert "contains a Box" in graphs.refused
 
 
 @pytest.mark.parametrize(("value", "recorded"), [(np.arange(3), 0), (np.int64(3), 1)])

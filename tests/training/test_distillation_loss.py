@@ -243,7 +243,7 @@ class TestMemory:
 
 class TestErrors:
     def test_shapes(self):
-        with pytest.raises(ValueError, match=r"\[4, 50\].*\[4, 49\].*one vocabulary"):
+        with pytest.raises(ValueError, match=r"\[4, 50\].*\[4, 49\].*same vocabulary"):
             distillation_loss(logits(4, 50), logits(4, 49))
         with pytest.raises(ValueError, match=r"mask has shape \[5\]"):
             distillation_loss(logits(4, 50), logits(4, 50), torch.ones(5))

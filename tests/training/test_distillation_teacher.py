@@ -131,7 +131,9 @@ class TestErrors:
         if saved:
             teacher.save_pretrained(tmp_path / "teacher")
             teacher = tmp_path / "teacher"
-        with pytest.raises(ValueError, match=r"vocabulary of 264, the student of 256.*resize"):
+        with pytest.raises(
+            ValueError, match=r"vocabulary of 264 tokens and the student one of 256.*resize"
+        ):
             trainer(tmp_path, student(), teacher=teacher)
 
     def test_an_encoder_decoder(self, tmp_path):
@@ -166,7 +168,9 @@ class TestErrors:
             trainer(tmp_path, student(), teacher=None)
         model = adapted()
         model.base_model.model.model.norm.weight.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"norm.weight and 0 more.*LoRA over the frozen"):
+        with pytest.raises(
+            ValueError, match=r"norm.weight and 0 more.*LoRA adapters on the frozen"
+        ):
             trainer(tmp_path, model, teacher=None)
         plain = get_peft_model(dense(), LoraConfig(r=4, target_modules="all-linear"))
         with pytest.raises(ValueError, match="none of its layers is converted"):
@@ -184,7 +188,7 @@ class TestErrors:
         other().save_pretrained(tmp_path / "teacher")
         tokenizer("abc").save_pretrained(tmp_path / "teacher")
         options = {"teacher": tmp_path / "teacher", "max_steps": 1}
-        with pytest.raises(ValueError, match="token 1 is 'c' to the student's tokenizer and 'b'"):
+        with pytest.raises(ValueError, match="token 1 is 'c' in the student's tokenizer and 'b'"):
             trainer(tmp_path, student(), processing_class=tokenizer("acb"), **options)
         for words in ("abc", "abcd", "ab"):
             trainer(tmp_path, student(), processing_class=tokenizer(words), **options)

@@ -362,7 +362,7 @@ class TestErrors:
     def test_mixed_dtypes_under_fsdp2(self, ranks):
         for result in ranks("fsdp", "errors"):
             assert re.search(
-                r"ValueError: FSDP2 needs one dtype .* of model\.layers\.1, and .*q_proj\.u is "
+                r"ValueError: FSDP2 needs one dtype .* of model\.layers\.1, but .*q_proj\.u is "
                 r"torch\.float32, .*up_proj\.u is torch\.bfloat16\. Load .*dtype=torch\.float32",
                 result["mixed dtypes"],
             )
@@ -371,7 +371,7 @@ class TestErrors:
     def test_converted_after_prepare(self, ranks, engine):
         for result in ranks(engine, "errors"):
             assert re.search(
-                r"ValueError: .* wrapped already \((FSDP|DistributedDataParallel).*convert",
+                r"ValueError: .* already wrapped \((FSDP|DistributedDataParallel).*convert",
                 result["converted too late"],
             )
 

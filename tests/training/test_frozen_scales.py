@@ -39,11 +39,11 @@ class TestTraining:
             self.train(tmp_path, model, callback, **options)
 
         run()
-        with pytest.raises(ValueError, match="goes on from step 2, freeze_scales=2 has fixed"):
+        with pytest.raises(ValueError, match="resumes from step 2, freeze_scales=2 fixed"):
             run(str(tmp_path / "checkpoint-2"))
-        assert "from here on alone" not in caplog.text
+        assert "from the remaining steps alone" not in caplog.text
         run(str(tmp_path / "checkpoint-2"), freeze_at=3)  # what is not fixed yet can be
-        assert "makes scales of the steps from here on alone" in caplog.text
+        assert "computes scales from the remaining steps alone" in caplog.text
 
     def test_calibrated_scales_stay_while_weights_train(self, tmp_path):
         model = converted()
@@ -83,7 +83,9 @@ class TestTraining:
                     layer.scales_frozen.zero_()
 
         self.train(tmp_path, model, callback, Rewind())
-        assert "scales are not fixed: it is a checkpoint of before" in caplog.text
+        assert (
+            "scales are not fixed: the checkpoint was saved before they were fixed" in caplog.text
+        )
 
     def skipping(self, steps):
         """A model whose last layers see nothing in its first `steps` calls in training."""
@@ -105,19 +107,19 @@ class TestTraining:
         callback = MetisCallback(health_interval=0, freeze_scales=1)
         self.train(tmp_path, self.skipping(2), callback, frozen)
         assert frozen.seen == [{0}, {0}, {1}, {1}]
-        assert caplog.text.count("freeze_scales=1 waits") == 1
+        assert caplog.text.count("freeze_scales=1 is delayed") == 1
         assert "model.layers.1.mlp.gate_proj" in caplog.text
         assert "not fixed" not in caplog.text
 
     def test_a_layer_that_never_has_tokens_is_said_at_the_end(self, tmp_path, caplog):
         callback = MetisCallback(health_interval=0, freeze_scales=1)
         self.train(tmp_path, self.skipping(9), callback)
-        assert caplog.text.count("freeze_scales=1 waits") == 1
+        assert caplog.text.count("freeze_scales=1 is delayed") == 1
         assert "scales are not fixed: model.layers.1.mlp.gate_proj" in caplog.text
 
     def test_freezing_needs_static_scales(self, tmp_path):
         callback = MetisCallback(health_interval=0, freeze_scales=1)
-        with pytest.raises(ValueError, match=r"freeze_scales=1, and no layer.*\"w4a4\""):
+        with pytest.raises(ValueError, match=r"freeze_scales=1, but no layer.*\"w4a4\""):
             self.train(tmp_path, converted("nvfp4"), callback)
 
     def test_nothing_seen_nothing_frozen(self):

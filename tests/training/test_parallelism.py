@@ -67,17 +67,18 @@ def test_trainer_under_tensor_parallelism(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("split", "tp_size=2 cannot cut .*q_proj, since its weight is stored in several"),
+        ("split", "tp_size=2 cannot shard .*q_proj, because its weight is stored in several"),
         ("dense split", "fsdp_size=2 while a dense checkpoint is converted: .*save_pretrained"),
-        ("converted late", "is spread over processes already .tp_size=2."),
-        ("narrow", "blocks of 32 along out_features=32 would not lie whole on one of 2 processes"),
+        ("converted late", "is already sharded over processes .tp_size=2."),
+        ("narrow", "blocks of 32 along out_features=32 would be split between the 2 processes"),
         ("experts", "tp_size=2 for converted experts"),
         (
             "packed",
-            r"packed with DistributedConfig\(tp_size=2\): packed weights are frozen buffers",
+            r"packed cannot be loaded with DistributedConfig\(tp_size=2\): "
+            r"packed weights are frozen buffers",
         ),
-        ("ep", "ep_size=2 for a converted model: expert parallelism"),
-        ("pp", "pp_size=2 for a converted model: pipeline parallelism"),
+        ("ep", "ep_size=2 is not supported for a converted model: expert parallelism"),
+        ("pp", "pp_size=2 is not supported for a converted model: pipeline parallelism"),
     ],
 )
 def test_refused_while_loading(ranks, case, message):
@@ -92,5 +93,8 @@ def test_context_parallelism_is_refused_before_a_step(ranks, case):
     for result in ranks("fsdp", "sequences"):
         error, steps = result[case]
         assert error is not None
-        assert "ParallelismConfig(cp_size=2): context parallelism splits sequences" in error
+        assert (
+            "ParallelismConfig(cp_size=2) is not supported: context parallelism splits sequences"
+            in error
+        )
         assert steps == 0

@@ -205,7 +205,7 @@ class TestErrors:
         ],
     )
     def test_scheme_of_another_form(self, scheme, other):
-        self.refused(converted(scheme), "stores weights in another form", scheme=other)
+        self.refused(converted(scheme), "stores weights in a different form", scheme=other)
 
     def test_what_decides_the_parameters(self):
         model = converted()
@@ -245,9 +245,9 @@ def test_calibrated_scales_that_go_are_named(caplog):
     set_precision(model, scheme="w4a16")  # has the same scales
     assert not caplog.text
     set_precision(model, scheme="nvfp4")
-    assert "'nvfp4' keeps no input_amax, scales_frozen, weight_amax" in caplog.text
-    assert "7 layers had of that is lost (model.layers.0.self_attn.q_proj" in caplog.text
-    assert "calibrate again if you go back" in caplog.text
+    assert "'nvfp4' does not keep input_amax, scales_frozen, weight_amax" in caplog.text
+    assert "7 layers lost their values (the first is model.layers.0.self_attn.q_proj" in caplog.text
+    assert "calibrate again if you switch back" in caplog.text
     set_precision(model, scheme="w4a4")
     assert not scales_are_fixed(model)
 

@@ -218,8 +218,8 @@ def test_the_steps_in_high_precision(steps, places, expected):
         ({"between": 3}, "between=3; expected two steps, or shares"),
         ({"between": (1, 2, 3)}, "expected two steps"),
         ({"between": "ab"}, "expected two steps"),
-        ({"between": (5, 3)}, "expected the earlier of the two first"),
-        ({"between": (0.2, 0.2)}, "expected the earlier of the two first"),
+        ({"between": (5, 3)}, "expected the earlier step first"),
+        ({"between": (0.2, 0.2)}, "expected the earlier step first"),
         ({"between": (0, 5)}, "between=0; expected a step"),
         ({"at": -1}, "at=-1; expected a step"),
         ({"until": 2.5}, "until=2.5; expected a step"),
@@ -234,10 +234,12 @@ def test_options_that_make_no_schedule(options, message):
 
 
 def test_parts_that_meet_leave_no_step():
-    with pytest.raises(ValueError, match="leave no step quantized"):
+    with pytest.raises(ValueError, match="leave none of 100 steps quantized"):
         high_steps(100, at=0.5, until=0.5)
     places = {"until": 3, "between": (2, 0.8), "at": 8}
-    with pytest.raises(ValueError, match=r"until=3 and between=\(2, 0.8\) and at=8 of 10 steps"):
+    with pytest.raises(
+        ValueError, match=r"until=3 and between=\(2, 0.8\) and at=8 leave none of 10 steps"
+    ):
         high_steps(10, **places)
     places["at"] = 18
     assert high_steps(20, **places) == [*range(16), 18, 19]
@@ -252,7 +254,7 @@ def test_schedule_without_a_converted_layer(tmp_path):
     ("places", "message"),
     [
         ({"at": 4}, "PrecisionSchedule(at=4): this run ends after 4 steps, so it never switches"),
-        ({"until": 5}, "PrecisionSchedule(until=5): this run ends after 4 steps, so that no step"),
+        ({"until": 5}, "PrecisionSchedule(until=5): this run ends after 4 steps, so no step"),
         ({"between": (4, 9)}, "PrecisionSchedule(between=(4, 9)): this run ends after 4 steps, so"),
         ({"between": (0.4, 0.6)}, "PrecisionSchedule(between=(0.4, 0.6)): this run ends after 4"),
         ({"at": 3, "until": 1}, None),

@@ -109,4 +109,4 @@ class TestSearch:
             "metis_hf.training.callback.logger.warning", lambda text, *_: said.append(text)
         )
         self.search(tmp_path, transformers.Trainer, trials=1)
-        assert sum("replace the records of the trial before." in text for text in said) == 1
+        assert sum("overwrites the records of the previous trial" in text for text in said) == 1

@@ -21,14 +21,16 @@ from metis_hf.shared.records import write_atomically
 from metis_hf.training.reference_values import SQNR_NEAREST, SQNR_STOCHASTIC, ZEROED
 
 RISK = (
-    "Risk is the largest share, over a layer's weight, activation and gradient, of singular "
-    "directions whose singular value is below the spectral norm of direct NVFP4's rounding error: "
-    "by Weyl's and Wedin's inequalities rounding may replace them."
+    "The risk of a layer is the largest share, over its weight, activation and gradient, of "
+    "singular directions that rounding may replace. By Weyl's and Wedin's inequalities, these "
+    "are the directions whose singular value is below the spectral norm of direct NVFP4's "
+    "rounding error."
 )
 SCALE = (
-    f"For comparison: direct NVFP4 zeroes {ZEROED:.1%} of independent normal values, and gives "
-    f"{SQNR_NEAREST} dB rounding them to nearest, {SQNR_STOCHASTIC} dB stochastically. Good: about "
-    "that, or better. Bad: several times the share, or decibels less."
+    f"For comparison: direct NVFP4 zeroes {ZEROED:.1%} of independent normal values, and its "
+    f"SQNR on them is {SQNR_NEAREST} dB with rounding to nearest and {SQNR_STOCHASTIC} dB with "
+    "stochastic rounding. Good: about these numbers, or better. Bad: several times this share "
+    "of zeros, or an SQNR several decibels lower."
 )
 HEADER = ("Layer", "Risk", "Tensor", "Elbow f", "f of noise", "Energy of k*", "Stable rank",
           "Zeroed", "SQNR dB", "Swamped", "SQNR dB (Metis)", "Swamped (Metis)")  # fmt: skip
@@ -59,8 +61,8 @@ class PageWriter:
         page = Page(f"Spectra of {short_model(result.model)}", _subtitle(result))
         if result.missing:
             page.notice(
-                f"Not complete: {result.missing}. This page is rewritten as figures come. If the "
-                "analysis was interrupted, the same command goes on from here."
+                f"Not complete: {result.missing}. This page is updated as results come in. If "
+                "the analysis was interrupted, run the same command again to continue."
             )
         at = short_names([*result.lines, *result.portraits])
         page.text(_finding(result, at))
@@ -115,16 +117,18 @@ def _finding(result: Analysis, at: Mapping[str, tuple[str, str]]) -> str:
     """Return the page's opening sentence."""
     known = [name for name in result.lines if math.isfinite(result.risk(name))]
     if not known:
-        return "No matrix has a spectrum: all are zero or have NaN or infinite elements."
+        return (
+            "No matrix has a spectrum: every matrix is zero or contains NaN or infinite elements."
+        )
     riskiest = max(known, key=result.risk)
     lines = result.lines[riskiest]
     kind = max(lines, key=lambda kind: lines[kind].get("nvfp4_swamped", -1.0))
     median = float(np.median([result.risk(name) for name in known]))
     count = f"the riskiest of {len(known)} layers (median {median:.0%})"
     return (
-        f"Rounding to NVFP4 may replace {result.risk(riskiest):.0%} of the singular directions of "
-        f"{_place(at[riskiest])}, in its {kind}, {count}; under metis it may replace "
-        f"{lines[kind]['metis_swamped']:.0%} of them."
+        f"Rounding to NVFP4 may replace {result.risk(riskiest):.0%} of the singular directions "
+        f"of {_place(at[riskiest])}, in its {kind}; it is {count}. With metis, rounding may "
+        f"replace {lines[kind]['metis_swamped']:.0%} of them."
     )
 
 
@@ -173,15 +177,16 @@ def _overview(page: Page, result: Analysis, draw: Draw) -> None:
     title = f"{short_model(result.model)}: all layers"
     page.figure(
         draw("risk", figures.risk_map, result.lines, title),
-        "Share of singular directions that the rounding error swamps, by block (rows) and layer: "
-        "direct NVFP4 above, Metis below. Good: light, a few percent. Bad: dark; half and more of "
-        "the directions that the tensor has may be replaced by rounding.",
+        "Share of singular directions that the rounding error swamps, by block (rows) and layer "
+        "(columns): direct NVFP4 at the top, Metis at the bottom. Good: light cells, a few "
+        "percent. Bad: dark cells, where rounding may replace half of the tensor's directions "
+        "or more.",
     )
     page.figure(
         draw("all-spectra", figures.all_spectra, result.lines, title),
-        "Spectra of all layers, first blocks light, last ones dark; dots are elbows. Good for four "
-        "bits: flat curves. Bad: curves that fall by orders of magnitude at their beginning, where "
-        "a few directions set the scales for all others.",
+        "Spectra of all layers, from the first blocks (light) to the last ones (dark); dots are "
+        "elbows. Good for four bits: flat curves. Bad: curves that fall by orders of magnitude "
+        "at the start, where a few directions set the scales for all others.",
     )
 
 
@@ -190,8 +195,9 @@ def _comparisons(page: Page, result: Analysis, draw: Draw) -> None:
         page.section("Last FFN of each model")
         page.figure(
             draw("universality", figures.universality, result.universality, "Last FFN"),
-            "Weight of the last FFN's output projection; f = k*/r, the elbow's share. Good for "
-            "four bits: a flat curve. Bad: a curve that falls steeply at its beginning.",
+            "Weight of the last FFN's output projection; f = k*/r is the position of the elbow "
+            "as a share of all components. Good for four bits: a flat curve. Bad: a curve that "
+            "falls steeply at the start.",
             wide=False,
         )
     if result.residuals:
@@ -199,13 +205,15 @@ def _comparisons(page: Page, result: Analysis, draw: Draw) -> None:
         page.section(
             "Residual after training",
             "A weight trained with Metis is stored as a low-rank part and a residual. If the "
-            "residual's spectrum is flat, anisotropy has not come back. The fair comparison is a "
-            "weight trained without Metis and freed of as many leading components.",
+            "residual's spectrum is flat, anisotropy has not come back. For a fair comparison, "
+            "take a weight that was trained without Metis and remove the same number of leading "
+            "components.",
         )
         page.figure(
             draw("residual-spectra", figures.residual_spectra, result.residuals, title),
-            "Each curve relative to its own largest singular value; dots are elbows. Good: the "
-            "residual's curve is the flattest. Bad: it falls as steeply as the whole weight's.",
+            "Each curve is relative to its own largest singular value; dots are elbows. Good: "
+            "the residual's curve is the flattest. Bad: it falls as steeply as the curve of the "
+            "whole weight.",
         )
 
 
@@ -228,7 +236,7 @@ def _portrait(
 
 
 def _table(page: Page, result: Analysis) -> None:
-    page.section("Layers by risk", RISK, SCALE, "A click on a column's head sorts by it.")
+    page.section("Layers by risk", RISK, SCALE, "Click a column title to sort by it.")
     rows = []
     for name in result.by_risk():
         risk = result.risk(name)
@@ -267,15 +275,17 @@ def _method(result: Analysis) -> list[str]:
     shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
     return [
         "Elbow: the point of greatest curvature of the polygon (i / (r - 1), singular values "
-        "scaled to 0..1), sampled evenly in arc length and smoothed by 1 % of that length, or by "
-        "10 components if that is more. A matrix of independent normal entries has an elbow too: "
-        "its share stands beside every other, and a share alone is no evidence of anisotropy; the "
-        "energy that it holds is.",
-        f"Metis keeps {shown} directions of inputs apart, by default a quarter of them for output "
-        "gradients and none for weights; where figures show what it leaves, as many as for inputs "
-        "are taken off each tensor. Quantizers are the schemes' own, in training mode.",
-        "Histograms show about 4 million elements of a larger matrix, in whole rows.",
-        "The table measures activations and gradients on the first 8 sequences, figures on at most "
-        "4096 rows, alignment on all. A matrix with both sides above 4096 is row-sampled to 4096, "
-        "for quantization in the table and for errors by index to 1280.",
+        "scaled to 0..1), sampled evenly in arc length and smoothed over 1 % of that length, or "
+        "over 10 components if that is more. A matrix of independent normal entries has an "
+        "elbow too, so its share is shown next to each other share. A share alone is no "
+        "evidence of anisotropy; the energy of the components up to the elbow is.",
+        f"Metis splits off {shown} directions of inputs; by default it splits off a quarter as "
+        "many of output gradients, and none of weights. Figures that show what Metis leaves "
+        "remove as many directions from every tensor as from inputs. Quantizers are the "
+        "schemes' own, in training mode.",
+        "Histograms of larger matrices show about 4 million elements, in whole rows.",
+        "The table measures activations and gradients on the first 8 sequences. Figures use at "
+        "most 4096 rows; alignment uses all rows. If both sides of a matrix are larger than "
+        "4096, 4096 of its rows are sampled, and 1280 for quantization in the table and for "
+        "errors by index.",
     ]

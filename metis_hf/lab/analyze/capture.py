@@ -38,8 +38,8 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
     else:
         raise FileNotFoundError(
             f"{source.checkpoint} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}), "
-            "which a text needs. Save it there with tokenizer.save_pretrained, or leave the text "
-            "out: weights need none"
+            "but a text needs one. Save the tokenizer there with tokenizer.save_pretrained, or "
+            "omit the text to analyze only the weights"
         )
     with reading(source.checkpoint):
         tokenizer = AutoTokenizer.from_pretrained(source.checkpoint, trust_remote_code=False)
@@ -54,8 +54,8 @@ def load_model(source: WeightSource) -> PreTrainedModel:
     cls: Any = getattr(transformers, name, None)
     if cls is None:
         raise ValueError(
-            f"{source.checkpoint}: transformers has no class {name!r}, which its config names; "
-            "without text its weights alone can be analyzed"
+            f"the config of {source.checkpoint} names the class {name!r}, which transformers "
+            "does not have; omit the text to analyze only the weights"
         )
     with quiet(), reading(source.checkpoint):
         return (

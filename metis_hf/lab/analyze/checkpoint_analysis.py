@@ -66,10 +66,11 @@ def analyze(
         result.text = {"file": Path(text).name, "sequences": len(ids), "length": length}
         if len(ids) < sequences:
             result.notes.append(
-                f"{text} gives {len(ids)} sequences of {length} tokens, {sequences} were asked for"
+                f"{text} gives only {len(ids)} sequences of {length} tokens; {sequences} were "
+                "requested"
             )
     else:
-        result.notes.append("no text was given, so there are no activations and gradients")
+        result.notes.append("no text was given, so activations and gradients were not measured")
     chosen = portrait_layers(names)
     for name in chosen:
         _check_control(reference, source, name)
@@ -83,8 +84,8 @@ def analyze(
                 work.run()
         except KeyboardInterrupt:
             console.print(
-                f"interrupted: {Path(out) / 'index.html'} has the figures that were drawn, and the "
-                "same command goes on from here",
+                f"interrupted: {Path(out) / 'index.html'} shows the results so far; run the same "
+                "command again to continue",
                 soft_wrap=True,
             )
             raise
@@ -95,7 +96,9 @@ def _matching(source: WeightSource, layers: str | None) -> list[str]:
     try:
         pattern = re.compile(layers or "")
     except re.error as error:
-        raise ValueError(f"--layers {layers!r} is no regular expression: {error}") from None
+        raise ValueError(
+            f"--layers {layers!r} is not a valid regular expression: {error}"
+        ) from None
     names = [name for name in source.names if pattern.search(name)]
     if not names:
         shown = ", ".join(source.names[:6])
@@ -117,6 +120,6 @@ def _check_control(control: WeightSource | None, source: WeightSource, name: str
         )
     if control.shape(name) != source.shape(name):
         raise ValueError(
-            f"{name} is {control.shape(name)} in the control {control.checkpoint} and "
+            f"{name} has shape {control.shape(name)} in the control {control.checkpoint} but "
             f"{source.shape(name)} here; give a checkpoint of the same architecture"
         )

@@ -115,9 +115,9 @@ class Quantizers:
 def _check_needs_no_call(scheme: str, operand: Operand) -> None:
     if operand.conditioner.needs_state:
         raise ValueError(
-            f"scheme {scheme!r} quantizes this tensor by what a call knows of the layer's other "
-            "tensors, and a tensor alone would be measured without it. Train with "
-            "MetisCallback(health_interval=...), which measures the operands of real steps"
+            f"scheme {scheme!r} quantizes this tensor with information about the layer's other "
+            "tensors, which is missing when a tensor is measured alone. Train with "
+            "MetisCallback(health_interval=...) instead; it measures the operands of real steps"
         )
 
 

@@ -100,13 +100,13 @@ class Measurements:
             self.kinds = tuple(known["kinds"]) if known else ()
         first, rest = self.chosen[0], [name for name in self.names if name != self.chosen[0]]
         self._weight(first)
-        self._write(f"the weights of {len(rest)} more layers are to come")
+        self._write(f"the weights of {len(rest)} more layers are not measured yet")
         for name in rest:
             self._weight(name)
         for model in self.request.models:
             self._last_ffn(model)
         if self.request.ids is not None:
-            self._write("activations and gradients are to come")
+            self._write("activations and gradients are not measured yet")
             self._text(self.request.ids)
         self._write("")
         for phase in (LINES, TEXT, PORTRAITS, FIGURES):
@@ -184,7 +184,8 @@ class Measurements:
         data = self._measured("last ffn", source.checkpoint, "weight", key, measure)
         if "note" in data:
             self.result.notes.append(
-                f"{source.checkpoint}, {name}: {data['note']}; not among the models compared"
+                f"{source.checkpoint} is left out of the comparison of models: {name}: "
+                f"{data['note']}"
             )
         else:
             self.result.universality[source.checkpoint] = data
@@ -200,7 +201,8 @@ class Measurements:
         self.kinds = tuple(about["kinds"])
         if len(self.kinds) == 1:
             self.result.notes.append(
-                f"{about['class']} has no loss on tokens of its own, so there are no gradients"
+                f"{about['class']} does not compute a loss on its own tokens, so there are no "
+                "gradients"
             )
         lines, portraits = self._missing("line"), self._missing("portrait")
         for phase, all_, left in (
@@ -222,8 +224,9 @@ class Measurements:
         unseen = [name for name in self.names if "activation" not in self.result.lines[name]]
         if unseen:
             self.result.notes.append(
-                f"{len(unseen)} layers saw no token of the first micro-batch (experts, or weights "
-                f"that the model applies without a layer of their own): {', '.join(unseen[:3])}"
+                f"{len(unseen)} layers received no token of the first micro-batch (experts, or "
+                "weights that the model applies without calling a layer): "
+                f"{', '.join(unseen[:3])}"
             )
 
     def _missing(self, part: str) -> list[tuple[str, str]]:
@@ -246,7 +249,7 @@ class Measurements:
         if number == 0:
             for name, kind in self._missing("line"):  # saw no token, nor will it in the next run
                 self._put("line", name, kind, self.of_text, {})
-            self._write("figures of single layers are to come")
+            self._write("figures of single layers are not drawn yet")
 
     def _portrait(self, hooks: capture.Capture, name: str, kind: str, ids: Tensor) -> None:
         rows, value = hooks.rows(name, kind), {}

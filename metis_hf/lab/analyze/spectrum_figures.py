@@ -339,32 +339,34 @@ def risk_map(lines: Data, title: str) -> bytes:
 # The figures of a layer's portrait: file name, part of the data, drawing function, caption.
 PORTRAIT: tuple[tuple[str, str, Callable[[Data, str], bytes], str], ...] = (
     ("spectra", "spectrum", spectra,
-     "Singular values with the elbow (dot), and the singular values of independent normal entries "
-     "of the same norm (dashed). Where the curves agree, the matrix looks like noise: good "
-     "for four bits. Bad: far above the dashed line at the left, and far below it at the right."),
+     "Singular values with the elbow (dot), and the singular values of independent normal "
+     "entries with the same norm (dashed). Where the curves agree, the matrix looks like noise: "
+     "good for four bits. Bad: far above the dashed line on the left, and far below it on the "
+     "right."),
     ("components", "components", components,
-     "Elements of single components u s v^T over the full matrix's: the leading ones reach "
-     "far out, the trailing ones stay near zero. Good: all are alike. Bad: the first reaches as "
-     "far as the full matrix, so that it sets the scales, and the last is narrower than a step of "
-     "four bits."),
+     "Elements of single components u s v^T, compared with the elements of the full matrix. The "
+     "leading components reach far out; the trailing ones stay near zero. Good: all components "
+     "look alike. Bad: the first one reaches as far as the full matrix, so that it sets the "
+     "scales, and the last one is narrower than one four-bit step."),
     ("residuals", "residual", residuals,
-     "Above: entries of left singular vectors, alike for all components. Below: what is left of "
-     "the matrix without its top components (3 %, to the nearest power of two). Good for a split: "
-     "several times narrower. 1x: a split takes no range away, which is bad where outliers "
-     "remain and no harm where there are none."),
+     "Top: entries of left singular vectors, which look alike for all components. Bottom: the "
+     "matrix without its top components (3 %, to the nearest power of two). Good for a split: "
+     "several times narrower. At 1x, a split does not narrow the range, which is bad if there "
+     "are outliers and harmless if there are none."),
     ("hadamard-metis", "preprocessing", preprocessing,
-     "Elements as they are, after a Hadamard rotation of blocks of 16, and of the residual that "
-     "Metis quantizes. The printed figures are relative to the original's largest element. Good: "
-     "well below 1. Bad: 1 and more, where the treatment leaves the outliers as they are."),
+     "Elements of the original matrix, of the matrix after a Hadamard rotation in blocks of 16, "
+     "and of the residual that Metis quantizes. The printed numbers are relative to the largest "
+     "element of the original. Good: well below 1. Bad: 1 or more, where the transformation "
+     "does not remove the outliers."),
     ("distortion", "distortion", distortion,
-     "Above: magnitudes before and after quantization; the bar at the left holds exact zeros. "
-     "Below: relative error of each singular value and error of each left singular direction, "
-     "medians over neighbouring indices. nvidia rotates activations and gradients in wgrad only "
-     "and weights never; each scheme is shown as it trains. Good: errors that stay small up to the "
-     f"last component. Bad: above {RELATIVE_ERROR} (dashed), which is the relative error of normal "
-     "values, and directions with an error near 1, which are lost."),
+     "Top: magnitudes before and after quantization; the bar on the left shows exact zeros. "
+     "Bottom: relative error of each singular value and error of each left singular direction, "
+     "as medians over neighboring indices. nvidia rotates activations and gradients only in "
+     "wgrad, and never rotates weights; each scheme is shown as it trains. Good: errors that "
+     f"stay small up to the last component. Bad: errors above {RELATIVE_ERROR} (dashed), the "
+     "relative error of normal values, and directions with an error near 1, which are lost."),
     ("alignment", "alignment", alignment,
-     "How much of the batch's dominant subspace a random sample finds; the band spans the draws. "
-     "Dashed: 1 % of the sample, alignment 0.9. Good: above 0.9 from 1 % on. Bad: below, where a "
-     "split from a small sample misses dominant directions."),
+     "Share of the batch's dominant subspace that a random sample finds; the band spans the "
+     "draws. Dashed: a sample ratio of 1 % and an alignment of 0.9. Good: above 0.9 from 1 % "
+     "on. Bad: below 0.9, where a split from a small sample misses dominant directions."),
 )  # fmt: skip

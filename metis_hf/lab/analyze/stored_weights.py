@@ -94,7 +94,7 @@ class WeightSource:
             refuse_links(checkpoint)
         with reading(checkpoint):
             if (damage := depth_damage(Path(checkpoint))) is not None:
-                raise ValueError(f"{checkpoint} is not whole: {damage}; copy its files again")
+                raise ValueError(f"{checkpoint} is incomplete: {damage}; copy its files again")
             self._open()
 
     def _open(self) -> None:
@@ -107,14 +107,16 @@ class WeightSource:
         method = stored.get("quant_method")
         if method not in (None, MetisConfig.quant_method):
             raise ValueError(
-                f"{checkpoint} is quantized by {method!r}; spectra need the weights themselves. "
-                "Give the checkpoint that it was made from"
+                f"{checkpoint} is quantized by {method!r}, but the analysis needs the original "
+                "weights. Give the checkpoint from which it was made"
             )
         self.metis = MetisConfig.from_dict(stored) if method else None
         self._files = self._tensor_files()
         self._places = dict(self._find())
         if not self._places:
-            raise ValueError(f"{checkpoint} has no weight of a linear layer; nothing to analyze")
+            raise ValueError(
+                f"{checkpoint} has no linear layer with a weight; there is nothing to analyze"
+            )
 
     @property
     def names(self) -> list[str]:
@@ -135,8 +137,8 @@ class WeightSource:
             found = cached_file(self.checkpoint, name)
         except OSError as error:
             raise FileNotFoundError(
-                f"{self.checkpoint!r} is no directory, and {name} of a hub repository of that name "
-                f"cannot be had: {str(error).splitlines()[0]}"
+                f"{self.checkpoint!r} is not a directory, and {name} could not be loaded from a "
+                f"Hub repository of that name: {str(error).splitlines()[0]}"
             ) from error
         assert found is not None
         return Path(found)
@@ -183,14 +185,16 @@ class WeightSource:
                 path = self.file(SINGLE)
             except FileNotFoundError as error:
                 raise FileNotFoundError(
-                    f"{self.checkpoint} has neither {SINGLE} nor {INDEX}; weights are streamed "
-                    "from safetensors. Save it again with save_pretrained"
+                    f"{self.checkpoint} has neither {SINGLE} nor {INDEX}; the analysis reads "
+                    "weights only from safetensors. Save the model again with save_pretrained"
                 ) from error
             with safe_open(path, "pt") as tensors:
                 return dict.fromkeys(tensors.keys(), path)
         shards = read_json(index)["weight_map"]
         if away := [shard for shard in set(shards.values()) if Path(shard).name != shard]:
-            raise ValueError(f"{index} names {shown(away[0])}, which is no file beside it")
+            raise ValueError(
+                f"{index} names {shown(away[0])}, which is not a file in the same directory"
+            )
         paths = {shard: self.file(shard) for shard in sorted(set(shards.values()))}
         return {key: paths[shard] for key, shard in shards.items()}
 

@@ -72,17 +72,20 @@ def compare_schemes(
     if not imports and (begun := imports_of(out)):
         named = " ".join(f"--import {shlex.quote(source)}" for source in begun)
         raise ValueError(
-            f"{out} was begun with {named}. Code runs only where you name it: add that to the "
-            "command, if the directory and the code are yours"
+            f"{out} was started with {named}. Imported code runs only if you name it; if you "
+            "trust the directory and the code, add that to the command"
         )
     plan, console = make_plan(**options, needs_data=not dry_run), Console(markup=False)
     if dry_run:
         show_plan(plan, console, device)
         return []
     if launcher and jobs not in (None, 1):
-        raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")
+        raise ValueError(
+            f"jobs={jobs} does not work with a launcher, which uses all devices for one run at a "
+            "time; leave --jobs out"
+        )
     if jobs is not None and jobs < 1:
-        raise ValueError(f"jobs={jobs}; expected at least 1, the runs side by side")
+        raise ValueError(f"jobs={jobs}; expected at least 1, the number of runs at a time")
     store = Store(out)
     data = out / "data" if plan.data is None or plan.text is not None else Path(plan.data)
     tasks = tasks_of(plan, out)
@@ -101,8 +104,8 @@ def compare_schemes(
         )
         if share is not None and (done := len(results_of(tasks))) < len(tasks):
             console.print(
-                f"{done} of {len(tasks)} runs are done; the process that ends last writes the "
-                "tables, and so does the same command without --task."
+                f"{done} of {len(tasks)} runs are done; the last process to finish writes the "
+                "tables, or run the same command without --task."
             )
             return failures
         try:
@@ -153,14 +156,14 @@ def _train(
             write_spec(task, plan, data, imports=imports, jobs=slots, note=progress.note)
         steps = plan.experiment.steps
         if waiting:
-            progress.note(f"{len(waiting)} runs of {steps} steps, {slots} at a time.")
+            progress.note(f"Training {len(waiting)} runs of {steps} steps, {slots} at a time.")
         with progress.running({task.name: (steps, 1.0) for task in waiting}, slots):
             failed = train_all(waiting, slots, launcher, progress)
     if not failed:
         return []
     return [
         f"{len(failed)} of {len(tasks)} runs failed; {len(tasks) - len(failed)} are done, and the "
-        "same command goes on with the others.\n" + "\n".join(failed)
+        "same command continues with the others.\n" + "\n".join(failed)
     ]
 
 
@@ -183,6 +186,6 @@ def _write(
         try:
             measure_times(replace(plan, variants=variants), data, out / TIMES_FILE)
         except (RuntimeError, ValueError, OSError) as error:  # mostly out of memory
-            failures.append(f"--times: steps were not timed: {error}")
+            failures.append(f"--times could not time the steps: {error}")
     write_outputs(plan, results, out, jobs=jobs_of(tasks), console=console)
     return failures

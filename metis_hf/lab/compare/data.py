@@ -111,8 +111,8 @@ def load_data(
     if embedded and (data / TOKENIZER).is_dir():
         if validation is not None:
             raise ValueError(
-                f"validation={validation} beside {data}, which a comparison made of text with "
-                "held-out files of its own; leave --validation out"
+                f"validation={validation} conflicts with {data}, which a comparison made from a "
+                "text with its own held-out files; leave --validation out"
             )
         train = _embedded(data / EMBEDDED_TRAIN, *fitting)
         held_out = _embedded(data / EMBEDDED_VALIDATION, *fitting)
@@ -121,8 +121,8 @@ def load_data(
         train = _chunked(data, *fitting)
         if validation is None and not (folder / META).is_file():
             raise FileNotFoundError(
-                f"{data} holds no held-out tokens ({folder / META} is missing); prepare it with "
-                "--validation-share above 0, or give --validation DIR"
+                f"{data} contains no held-out tokens ({folder / META} is missing); prepare it "
+                "with --validation-share above 0, or give --validation DIR"
             )
         held_out = _chunked(folder, *fitting)
     tokenizer = AutoTokenizer.from_pretrained(data / TOKENIZER)
@@ -141,8 +141,8 @@ def _embedded(directory: Path, vocab_size: int, sequence_length: int) -> dataset
     largest = max(int(batch["input_ids"].max()) for batch in found.iter(1024))
     if largest >= vocab_size:
         raise ValueError(
-            f"{directory} has token {largest}, but the model embeds {vocab_size}; build the "
-            f"model with vocab_size={largest + 1} or more"
+            f"{directory} contains token id {largest}, but the model has a vocabulary of "
+            f"{vocab_size}; build the model with vocab_size={largest + 1} or more"
         )
     return found
 
@@ -155,7 +155,7 @@ def _chunked(directory: Path, vocab_size: int, sequence_length: int) -> datasets
 def _check_length(directory: Path, length: int, sequence_length: int) -> None:
     if length != sequence_length:
         raise ValueError(
-            f"{directory} holds sequences of {length} tokens, and the experiment wants "
+            f"{directory} contains sequences of {length} tokens, but the experiment uses "
             f"{sequence_length}; chunk again with --sequence-length {sequence_length}, or set "
             "sequence_length in --config"
         )

@@ -74,7 +74,8 @@ def describe(plan: ComparisonPlan, config: PreTrainedConfig) -> list[str]:
     load, count = _workload(plan), len(plan.runs())
     lines = [
         f"Model: {config.model_type}, {total:,} parameters, {body:,} without embeddings and head",
-        f"Tokens of a run: {plan.tokens:,}, {plan.tokens / body:.3g} for each of these",
+        f"Tokens per run: {plan.tokens:,}, {plan.tokens / body:.3g} per parameter without "
+        "embeddings and head",
         f"Steps: {plan.experiment.steps:,} of {load.global_batch} sequences x "
         f"{load.sequence_length} tokens, in micro-batches of {load.device_batch} on one device",
         f"Runs: {count}, {len(plan.variants)} variants x {len(plan.seeds)} "
@@ -82,7 +83,7 @@ def describe(plan: ComparisonPlan, config: PreTrainedConfig) -> list[str]:
     ]
     if not has_fused_experts(model):
         flops = load.steps * sum(step_flops(model, gemm_weights(model), load).values())
-        lines.append(f"FLOPs of a run's model: {si(flops, 'FLOP')}")
+        lines.append(f"Model FLOPs per run: {si(flops, 'FLOP')}")
     return [*lines, f"Data: {_describe_data(plan)}"]
 
 
@@ -131,17 +132,17 @@ def remarks(plan: ComparisonPlan, device: Device, total: float, memory: float) -
         total: seconds of all runs.
         memory: bytes of a run without quantizers.
     """
-    yield f"Times are {device.source}. Compilation, data and evaluation come on top."
+    yield f"Times are {device.source}. They exclude compilation, data loading and evaluation."
     if not math.isnan(memory):
-        yield f"Memory of a run: about {gib(memory)} without quantizers, which save some of it."
+        yield f"Memory per run: about {gib(memory)} without quantizers; with them, somewhat less."
     if RECORDED in device.ways:
-        yield "`compare` records steps as CUDA graphs by itself, of schemes that can be recorded."
+        yield "`compare` automatically records steps as CUDA graphs for schemes that support it."
     if any(variant.precision_schedule for variant in plan.variants):
-        yield "The time of a run whose precision switches is the time without a switch."
+        yield "For a run that switches precision, the estimate ignores the switch."
     if total > WEEK:
-        yield "Warning: more than a week. Lower --tokens, --seeds or --schemes first."
+        yield "Warning: the runs take more than a week; lower --tokens, --seeds or --schemes first."
     if device.memory is not None and memory > device.memory * 2**30:
-        yield f"Warning: one {device.name} has {device.memory} GiB, too few for a run."
+        yield f"Warning: one {device.name} has {device.memory} GiB, which is too little for a run."
 
 
 def _workload(plan: ComparisonPlan) -> Workload:
@@ -160,10 +161,10 @@ def _describe_data(plan: ComparisonPlan) -> str:
         return (
             "the sources of Python's standard library"
             if plan.embedded
-            else "none is given; a run needs --data DIR, text files or chunked tokens"
+            else "none; a run needs --data DIR with text files or chunked tokens"
         )
     if not Path(plan.data).is_dir():
-        return f"{plan.data}, which is no directory on this machine"
+        return f"{plan.data}, which is not a directory on this machine"
     if plan.text is not None:
         return f"{plan.data}, text that is tokenized before the first run"
     if not (Path(plan.data) / META).is_file():

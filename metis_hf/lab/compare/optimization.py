@@ -80,7 +80,8 @@ def scale_residuals(model: PreTrainedModel) -> None:
     if not found:
         raise ValueError(
             f"no module of {type(model).__name__} is named {' or '.join(_RESIDUAL_WRITERS)}, so "
-            "what writes into its residual stream is not known; choose a model_type like llama"
+            "the layers that write to its residual stream cannot be identified; choose a "
+            "model_type such as llama"
         )
     with torch.no_grad():
         for module in found:

@@ -26,16 +26,16 @@ _TEXTS = {"preset", "reference", "size", "checkpoint", "data", "validation", "ta
 # TrainingArguments that a comparison sets for every run -> what sets them.
 OWN_ARGUMENTS = {
     "output_dir": "every run has a directory below --out",
-    "run_name": "a run is called after its variant and its seed",
-    "seed": "name the seeds with the key seeds, or --seeds",
+    "run_name": "each run is named after its variant and seed",
+    "seed": "set the seeds with the key seeds, or --seeds",
     "data_seed": "the order of the data follows from seeds",
     "gradient_accumulation_steps": "it follows from global_batch",
     "train_sampling_strategy": "the order of the data follows from seeds",
-    "num_train_epochs": "say tokens, or training: {max_steps: N}",
-    "logging_strategy": "curves and times are of logged steps; say how many are by logging_steps",
-    "resume_from_checkpoint": "the same command resumes by itself",
-    "eval_strategy": "the held-out loss is taken when a run has ended",
-    "eval_on_start": "the held-out loss is taken when a run has ended",
+    "num_train_epochs": "set tokens, or training: {max_steps: N}",
+    "logging_strategy": "curves and times come from logged steps; set logging_steps instead",
+    "resume_from_checkpoint": "the same command resumes its runs automatically",
+    "eval_strategy": "the held-out loss is measured when a run ends",
+    "eval_on_start": "the held-out loss is measured when a run ends",
 }
 _FROM_ZERO = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon")
 _BELOW_ONE = ("adam_beta1", "adam_beta2")
@@ -76,8 +76,9 @@ class Options:
                 raise ValueError(f"{name} {shown(value)} is not known; choose from {choices}")
         if self.checkpoint is not None and (self.size is not None or self.model):
             raise ValueError(
-                f"checkpoint={self.checkpoint} brings its model; leave size and model out, and "
-                "change the training with training, tokens, sequence_length and global_batch"
+                f"checkpoint={self.checkpoint} already defines the model; leave size and model "
+                "out, and change the training with training, tokens, sequence_length and "
+                "global_batch"
             )
         if self.schemes is not None:
             _texts("schemes", self.schemes, "[bf16, metis]")
@@ -164,9 +165,7 @@ def _training(given: Mapping[str, Any]) -> dict[str, Any]:
             hint = _near(key, known)
             raise ValueError(f"training: transformers' TrainingArguments has no {key!r}{hint}")
         if key in OWN_ARGUMENTS:
-            raise ValueError(
-                f"training: {key} is not for you to set in a comparison: {OWN_ARGUMENTS[key]}"
-            )
+            raise ValueError(f"training: {key} cannot be set in a comparison: {OWN_ARGUMENTS[key]}")
         values[key] = value
         if isinstance(value, str):
             with contextlib.suppress(ValueError):  # not a number
@@ -194,7 +193,7 @@ def _check_number(key: str, value: Any, kinds: set[Any]) -> None:
 
 def _text(name: str, value: Any) -> None:
     if not isinstance(value, str | Path):
-        raise ValueError(f"{name}: {shown(value)}; expected a text")
+        raise ValueError(f"{name}: {shown(value)}; expected a string")
 
 
 def _list(name: str, value: Any, example: str) -> None:

@@ -81,7 +81,9 @@ def write_outputs(
         summaries, plan.reference, timed=timed, width=console.width
     )
     console.print(table)
-    for sentence in sentences + ([f"In table.md: {', '.join(left_out)}."] if left_out else []):
+    for sentence in sentences + (
+        [f"Columns shown only in table.md: {', '.join(left_out)}."] if left_out else []
+    ):
         console.print(f"- {sentence}")
     if (beside := published.match(plan)) is not None:
         (out / PUBLISHED_FILE).write_text(published.markdown(beside, summaries))

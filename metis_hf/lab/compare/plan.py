@@ -146,7 +146,7 @@ def make_plan(
     if given.tokens is not None and "max_steps" in given.training:
         raise ValueError(
             f"tokens={given.tokens:g} and training: {{max_steps: {given.training['max_steps']}}} "
-            "both say how long a run is; give one of them"
+            "both set the length of a run; give only one of them"
         )
     training = {**size.training, **given.training}
     training.setdefault("max_steps", max(1, round(tokens / (batch * length))))
@@ -179,8 +179,8 @@ def make_plan(
     if needs_data and plan.data is None and not plan.embedded:
         what = "a checkpoint" if plan.size == CHECKPOINT else f"size {plan.size}"
         raise ValueError(
-            f"{what} needs data: give --data DIR, text files (.txt, .txt.xz, those named val* "
-            "held out) or chunked tokens as recipes/prepare_data.py writes them"
+            f"{what} needs data: give --data DIR with text files (.txt or .txt.xz; files named "
+            "val* are held out) or with chunked tokens from recipes/prepare_data.py"
         )
     return plan
 
@@ -218,7 +218,8 @@ def directory_name(variant: str) -> str:
     name = "-".join(kept.split())
     if not name.strip("."):
         raise ValueError(
-            f"variant {variant!r} gives its runs no directory; choose a name with letters or digits"
+            f"variant {variant!r} has no usable directory name for its runs; choose a name with "
+            "letters or digits"
         )
     return name
 
@@ -239,17 +240,22 @@ def _reference(given: str | None, names: Sequence[str]) -> str | None:
         return DEFAULT_REFERENCE if DEFAULT_REFERENCE in names else None
     if given not in names:
         raise ValueError(
-            f"reference {given!r} is none of the variants; choose from {', '.join(names)}"
+            f"reference {given!r} is not one of the variants; choose from {', '.join(names)}"
         )
     if given == CONTROL:
-        raise ValueError(f"reference {given!r} is the control; every gap is to it as it is")
+        raise ValueError(
+            f"reference {given!r} is the control, to which every gap is measured anyway; choose "
+            "another variant or leave the reference out"
+        )
     return given
 
 
 def _check(plan: ComparisonPlan) -> None:
     for variant in plan.variants:
         if "scheme" not in variant.config:
-            raise ValueError(f"variant {variant.name!r} names no scheme, as in 'scheme: metis'")
+            raise ValueError(
+                f"variant {variant.name!r} names no scheme; add one, for example 'scheme: metis'"
+            )
         scheme_info(variant.config["scheme"])
         variant.metis_config(0)
         variant.callbacks()
@@ -258,34 +264,37 @@ def _check(plan: ComparisonPlan) -> None:
     for variant in plan.variants:
         if variant.name == CONTROL and variant.config["scheme"] != CONTROL:
             raise ValueError(
-                f"variant {CONTROL!r} has scheme {variant.config['scheme']!r}, and the variant of "
-                "that name is the control, which others are compared with; choose another name"
+                f"variant {CONTROL!r} has scheme {variant.config['scheme']!r}, but this name is "
+                "reserved for the control, which the other variants are compared with; choose "
+                "another name"
             )
     scheme_styles(names)  # fail now, not when the figures are drawn
     repeated = sorted({seed for seed in plan.seeds if plan.seeds.count(seed) > 1})
     if repeated:
         raise ValueError(f"seed {', '.join(map(str, repeated))} is given more than once")
     if not plan.seeds:
-        raise ValueError("no seed to run; name at least one, as in --seeds 0,1,2")
+        raise ValueError("no seed to run; give at least one, for example --seeds 0,1,2")
     if plan.experiment.checkpoint is not None and plan.data is not None:
         _check_tokenizer(Path(plan.experiment.checkpoint), Path(plan.data))
     if plan.validation is not None and (plan.data is None or plan.text is not None):
-        source = f"beside text: {plan.text} has"
+        source = f"with text data: {plan.text} has"
         if plan.data is None:
             source = "without data: the standard library's text has"
         raise ValueError(
-            f"validation={plan.validation} {source} held-out files of its own; give --data DIR of "
-            "chunked tokens too, or leave --validation out"
+            f"validation={plan.validation} {source} its own held-out files; also give --data DIR "
+            "with chunked tokens, or leave --validation out"
         )
     if plan.validation is not None and plan.validation == plan.data:
         raise ValueError(
             f"validation={plan.validation} is the training data; give held-out tokens, or leave "
-            "--validation out for those that data/validation holds"
+            "--validation out to use those in data/validation"
         )
     _check_model(plan)
     _check_reporters(training_arguments(plan.experiment, Path("unused")).report_to)
     if plan.tasks_dir is not None and not plan.tasks:
-        raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
+        raise ValueError(
+            f"tasks_dir={plan.tasks_dir} has no effect without tasks; name tasks with --tasks"
+        )
     if plan.tasks:  # fail now, not when a model is trained
         plan_tasks(plan.tasks, None if plan.tasks_dir is None else Path(plan.tasks_dir))
 
@@ -305,27 +314,28 @@ def _check_model(plan: ComparisonPlan) -> None:
     config = AutoConfig.for_model(**experiment.model)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
-            f"model: {config.model_type} is no causal language model; choose a model_type that "
-            "transformers' AutoModelForCausalLM knows"
+            f"model: {config.model_type} is not a causal language model; choose a model_type that "
+            "transformers' AutoModelForCausalLM supports"
         )
     if (field := looking_ahead(config)) is not None:
         raise ValueError(
-            f"model: {config.model_type} is an encoder, whose tokens see those after them and so "
-            f"have nothing to predict; set {field}: true under the key model, or choose another "
-            "model_type"
+            f"model: {config.model_type} is an encoder: each token attends to later tokens, so "
+            f"there is nothing to predict; set {field}: true under the key model, or choose "
+            "another model_type"
         )
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and experiment.sequence_length > context:
         raise ValueError(
-            f"sequence_length={experiment.sequence_length} does not fit the model's context of "
-            f"{context} tokens; choose shorter sequences, or set it under the key model"
+            f"sequence_length={experiment.sequence_length} does not fit in the model's context of "
+            f"{context} tokens; choose shorter sequences, or set a longer context under the key "
+            "model"
         )
     trains = plan.data is None or (plan.text is not None and experiment.checkpoint is None)
     if trains and experiment.model["vocab_size"] <= BYTE_ALPHABET:
         raise ValueError(
-            f"model: vocab_size={experiment.model['vocab_size']} without tokens: text needs "
-            f"{BYTE_ALPHABET + 1} of them, the bytes and the end of a text; ask for at least that, "
-            "or give --data DIR of chunked tokens"
+            f"model: vocab_size={experiment.model['vocab_size']} is too small to tokenize text, "
+            f"which takes {BYTE_ALPHABET + 1} tokens, one for each byte and one for the end of a "
+            "text; set at least that many, or give --data DIR with chunked tokens"
         )
 
 
@@ -342,7 +352,7 @@ def with_accumulation(experiment: Experiment, global_batch: int, processes: int)
     accumulation, rest = divmod(global_batch, device_batch * processes)
     if rest:
         raise ValueError(
-            f"global_batch={global_batch} is no multiple of {processes} processes x "
+            f"global_batch={global_batch} is not a multiple of {processes} processes x "
             f"per_device_train_batch_size={device_batch}; choose another batch"
         )
     training = {
@@ -361,8 +371,8 @@ def _check_tokenizer(checkpoint: Path, data: Path) -> None:
     own, other = (AutoTokenizer.from_pretrained(d) for d in (checkpoint, data / TOKENIZER))
     if own.get_vocab() != other.get_vocab():
         raise ValueError(
-            f"the tokens of {data} are of another vocabulary than {checkpoint}'s; prepare them "
-            f"with recipes/prepare_data.py --tokenizer {checkpoint}"
+            f"the tokens of {data} come from another vocabulary than {checkpoint} uses; prepare "
+            f"them with recipes/prepare_data.py --tokenizer {checkpoint}"
         )
 
 

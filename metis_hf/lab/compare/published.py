@@ -134,8 +134,8 @@ def describe(beside: Beside) -> str:
     if beside.published_tokens is None:
         known = ", ".join(f"{t / model['parameters']:.0f}" for t in model["tokens"])
         return (
-            f"Nothing is published at {each:.3g} tokens a parameter; there are runs of {known} "
-            f"({source})."
+            f"Nothing is published at {each:.3g} tokens per parameter; there are published runs "
+            f"at {known} ({source})."
         )
     tokens = f"{beside.published_tokens / 1e9:.3g}B tokens"
     if beside.exact:

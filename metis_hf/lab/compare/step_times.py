@@ -32,8 +32,8 @@ from metis_hf.training.weight_reuse import reuse_weights
 
 TIMES_FILE = "times.json"
 UNRECORDED = (
-    "Steps were timed as Python starts them; the runs themselves played recorded CUDA graphs, "
-    "where schemes cost less."
+    "Steps were timed with kernels launched by Python; the runs themselves replayed recorded CUDA "
+    "graphs, where schemes cost less."
 )
 WARM_UP, ROUNDS = 3, 9  # steps per variant
 
@@ -82,7 +82,9 @@ def load_times(
     asked = {each.name: _identity(plan, each) for each in plan.variants if each.name in names}
     if asked.items() <= found.get("of", {}).items():
         return found["seconds"], [UNRECORDED] if found.get("unrecorded") else []
-    return {}, [f"Step times in {path.name} are of other code or variants; --times measures again."]
+    return {}, [
+        f"Step times in {path.name} come from other code or variants; --times measures them again."
+    ]
 
 
 def _identity(plan: ComparisonPlan, variant: Variant) -> str:

@@ -66,8 +66,8 @@ class Task:
         own = self.variant.metis_config(self.seed).to_dict(), self.variant.precision_schedule
         if (config, schedule) != own:
             raise ValueError(
-                f"{self.directory} holds a run of another variant of the name "
-                f"{self.variant.name!r}; choose another name or another --out"
+                f"{self.directory} contains a run of another variant named {self.variant.name!r}; "
+                "choose another name or another --out"
             )
 
 
@@ -147,7 +147,7 @@ def _finished(task: Task, note: Note) -> bool:
         if path.exists():
             read_json(path)
     except ValueError as error:
-        note(f"{task.name}: {error}; this run is trained again")
+        note(f"{task.name}: {error}; training this run again")
         path.unlink()
     result = load_result(task.directory)
     if result is not None:
@@ -161,8 +161,8 @@ def _finished(task: Task, note: Note) -> bool:
         for name, digest in task.sources.items():
             if there.get(name) != digest:
                 raise ValueError(
-                    f"{task.directory} holds a run of {name!r} as its file was before it was "
-                    "changed; delete this directory to train it again, or choose another --out"
+                    f"{task.directory} contains a run of {name!r} from before its file changed; "
+                    "delete this directory to train it again, or choose another --out"
                 )
     return result is not None
 
@@ -182,7 +182,10 @@ def write_spec(
     before = [before] if isinstance(before, str) else before  # written by 0.2.0
     codes = list(dict.fromkeys([*before, code]))
     if before and before[-1] != code:
-        note(f"{task.name} began with other code or torch, and goes on with this one")
+        note(
+            f"{task.name} was started with another version of the code or torch and continues "
+            "with this one"
+        )
     spec = {
         "experiment": asdict(plan.of_seed(task.seed)),
         "variant": asdict(task.variant),

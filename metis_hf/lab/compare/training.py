@@ -218,8 +218,8 @@ def whole_batches(
     batch, count = each * args.gradient_accumulation_steps, len(dataset)  # type: ignore[arg-type]
     if count < batch:
         raise ValueError(
-            f"{count} sequences to train on are no batch of {batch}; give more data, or choose a "
-            "smaller batch"
+            f"{count} training sequences do not fill one batch of {batch}; give more data, or "
+            "choose a smaller batch"
         )
     if args.max_steps * batch <= count or count % batch == 0:
         return dataset

@@ -98,8 +98,8 @@ class Variant:
             return [PrecisionSchedule(**self.precision_schedule)]
         except TypeError as error:
             raise ValueError(
-                f"variant {self.name!r}: precision_schedule is {{at, between, high_precision, "
-                f"until}}; {error}"
+                f"variant {self.name!r}: precision_schedule takes the keys at, between, "
+                f"high_precision and until; {error}"
             ) from None
 
     def metis_config(self, seed: int) -> MetisConfig:

@@ -113,13 +113,13 @@ def run_eval(
     """
     unknown = [name for name in formats_wanted if name not in FORMATS]
     if unknown:
-        raise ValueError(f"format {', '.join(unknown)}; expected some of {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {', '.join(unknown)}; choose from {', '.join(FORMATS)}")
     chosen = parse_metrics(metrics)
     evaluated = {"", LOSS_TASK, *options.tasks}
     for what, tasks in (("metric", chosen), ("limit", options.limits)):
         strange = [task for task in tasks if task not in evaluated]
         if strange:
-            raise ValueError(f"{what} for {', '.join(strange)}, which is not evaluated")
+            raise ValueError(f"there is a {what} for {', '.join(strange)}, which is not evaluated")
     checkpoints, control = choose_models(
         paths, options.conversions, precision=options.precision, control=control
     )
@@ -129,7 +129,7 @@ def run_eval(
     # All checks run before anything is written.
     device = device_of(options.device)
     if not options.tasks and options.loss_text is None:
-        raise ValueError("nothing to evaluate: name --tasks, or a --text")
+        raise ValueError("nothing to evaluate; give --tasks or --text")
     text = None if options.loss_text is None else read_text(options.loss_text)
     planned = plan_tasks(options.tasks, options.tasks_dir)
     jobs = _jobs(checkpoints, options, text, console)
@@ -137,7 +137,7 @@ def run_eval(
         (out / RESULTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{out} cannot be written to ({error.strerror}); name a directory with --out"
+            f"{out} cannot be written to ({error.strerror}); choose another directory with --out"
         ) from None
     store = Store(out)
     with store.hold():
@@ -171,7 +171,8 @@ def _jobs(
         precisions = checkpoint.precisions(options.precision)
         if options.precision == "both" and len(precisions) == 1 and not options.conversions:
             _say(
-                console, f"{checkpoint.label}: {checkpoint.scheme}, one evaluation is all there is"
+                console,
+                f"{checkpoint.label}: {checkpoint.scheme} can be evaluated in only one precision",
             )
         weights = checkpoint.fingerprint()
         jobs += [Job(checkpoint, precision, tokenizer, weights) for precision in precisions]
@@ -198,7 +199,10 @@ def _evaluate(
         finished = [step.task.name for step, result in zip(steps, found) if result is not None]
         if finished:
             folder = store.directory / RESULTS
-            _say(console, f"{progress}: {', '.join(finished)} finished before, taken from {folder}")
+            _say(
+                console,
+                f"{progress}: {', '.join(finished)} already finished; using results in {folder}",
+            )
         model, results = None, []
         for step, result in zip(steps, found):
             if result is None:
@@ -233,7 +237,7 @@ def _batch_size(
     known = None if options.overwrite else store.get(name, key)
     if known is not None:
         where = store.path(name)
-        _say(console, f"batch size {known['size']}, as it was chosen before ({where})")
+        _say(console, f"batch size {known['size']}, as chosen in an earlier run ({where})")
         return int(known["size"])
     with quiet():
         model = largest.checkpoint.load(largest.precision, options.dtype, device)

@@ -57,8 +57,8 @@ class HeldOutText:
         count = sum(count_tokens(tokenizer, text) for text in self.documents[:limit])
         if count < MIN_LOSS_TOKENS:
             raise ValueError(
-                f"{self.path} holds {count} tokens; a held-out loss needs at least "
-                f"{MIN_LOSS_TOKENS}, and thousands to be told from another"
+                f"{self.path} contains {count} tokens; a held-out loss needs at least "
+                f"{MIN_LOSS_TOKENS}, and thousands to tell two models apart"
             )
         return count
 
@@ -80,8 +80,8 @@ def read_text(path: Path) -> HeldOutText:
         for number, row in json_lines(path):
             if not isinstance(row.get("text"), str):
                 raise ValueError(
-                    f'{path}, line {number}: field "text" is missing or no string; there are '
-                    f'{", ".join(row) or "none"}. For example {{"text": "A document."}}'
+                    f'{path}, line {number}: field "text" is missing or not a string; the fields '
+                    f'are {", ".join(row) or "none"}. For example: {{"text": "A document."}}'
                 )
             documents.append(row["text"])
     else:
@@ -89,7 +89,7 @@ def read_text(path: Path) -> HeldOutText:
         refuse_objects(path, documents[0])
     documents = [text for text in documents if text.strip()]
     if not documents:
-        raise ValueError(f"{path} is empty; give held-out text of some thousand tokens")
+        raise ValueError(f"{path} is empty; give held-out text of at least a few thousand tokens")
     return HeldOutText(path, hashlib.sha256(path.read_bytes()).hexdigest(), documents)
 
 
@@ -116,14 +116,14 @@ def held_out_loss(
     values = result.results.get(task, {})
     if "bits_per_byte,none" not in values:
         raise ValueError(
-            f"{task!r} has no bits_per_byte (it has {sorted(values)}); pass a "
+            f"{task!r} has no bits_per_byte (it has {sorted(values)}); name a "
             "loglikelihood_rolling task that was evaluated"
         )
     count = result.harness["n-samples"][task]["effective"]
     if len(documents) < count:
         raise ValueError(
-            f"{task!r} scored {count} documents, but {len(documents)} were given; pass the task's "
-            "own"
+            f"{task!r} scored {count} documents, but {len(documents)} were given; pass the "
+            "documents of the task"
         )
     texts = documents[:count]
     nats = values["bits_per_byte,none"] * math.log(2) * sum(len(t.encode()) for t in texts)

@@ -159,8 +159,9 @@ class Step:
             found = read_result(*files)
         except (OSError, ValueError) as error:
             raise OSError(
-                f"the result of {self.task.name} could not be written to {folder} ({error}); is "
-                "the disk full? Earlier results are kept, and the same command goes on"
+                f"the result of {self.task.name} could not be written to {folder} ({error}); the "
+                "disk may be full. Earlier results are kept; run the same command again to "
+                "continue"
             ) from None
         names = [str(path.relative_to(store.directory)) for path in files]
         store.put(self.record_name, self.key, {"files": names, "settings": self.settings})
@@ -188,10 +189,10 @@ def read_result(results: Path, *samples: Path) -> dict[str, Any]:
             documents = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
             right = right_items(documents)
         except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is cut short or damaged ({error})") from None
+            raise ValueError(f"{path} is truncated or damaged ({error})") from None
         count = {one["doc_id"] for one in documents}
         if len(count) != record["n-samples"][task]["effective"]:
-            raise ValueError(f"{path} is cut short: it holds {len(count)} documents")
+            raise ValueError(f"{path} is truncated: it contains only {len(count)} documents")
         if task not in record["metis"]["nonfinite"]:
             items[task] = right
     return {**record, "items": items}

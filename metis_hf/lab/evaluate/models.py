@@ -65,8 +65,8 @@ def choose_models(
     if conversions and all(one.scheme != DENSE for one in found):
         shown = ", ".join(f"{one.label} ({one.scheme})" for one in found)
         raise ValueError(
-            f"--scheme and --config convert dense models, and there is none: {shown}; leave them "
-            "out, or export a checkpoint densely first"
+            f"--scheme and --config convert dense models, but none was given: {shown}; omit "
+            "these options, or export a checkpoint to dense weights first"
         )
     if control is None:
         return _converted(found, conversions, precision), None

@@ -86,8 +86,8 @@ def shared_methods(rows: Sequence[tuple[str, str | None]], model: str) -> list[s
     methods = [method for _, method in rows if method is not None and method in published]
     if not methods:
         raise ValueError(
-            f"none of the evaluated schemes ({', '.join(scheme for scheme, _ in rows)}) has a row "
-            f"of {model} in the paper, which has {', '.join(published)}"
+            f"the paper has no row of {model} for any of the evaluated schemes "
+            f"({', '.join(scheme for scheme, _ in rows)}); it has {', '.join(published)}"
         )
     return list(dict.fromkeys(methods))
 
@@ -102,7 +102,9 @@ def published_rows(model: str) -> dict[str, dict[str, Any]]:
     """
     tables = paper_tables()
     if model not in tables["models"]:
-        raise ValueError(f"paper={model!r}; the paper has {', '.join(tables['models'])}")
+        raise ValueError(
+            f"paper={model!r}; choose a model of the paper: {', '.join(tables['models'])}"
+        )
     rows: dict[str, dict[str, Any]] = {}
     for table in tables["tables"].values():
         for row in table["rows"]:

@@ -41,7 +41,7 @@ def headline(
         ValueError: the task was not evaluated, has no metrics, or not this metric.
     """
     if task not in results:
-        raise ValueError(f"no results for {task!r}; there are {sorted(results)}")
+        raise ValueError(f"no results for {task!r}; there are results for {sorted(results)}")
     found = metrics_of(results[task])
     if not found:
         raise ValueError(f"{task!r} has no metrics, only {sorted(results[task])}")

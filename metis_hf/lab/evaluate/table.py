@@ -251,7 +251,9 @@ def _control(rows: Sequence[Row], wanted: str | None) -> Row | None:
     for row in rows:
         if wanted in (row.name, row.label):
             return row
-    raise ValueError(f"control={wanted!r}; there are {', '.join(row.name for row in rows)}")
+    raise ValueError(
+        f"control={wanted!r}; choose one of the rows: {', '.join(row.name for row in rows)}"
+    )
 
 
 def _published_blocks(
@@ -269,10 +271,10 @@ def _published_blocks(
     about = paper.paper_tables()["notes"]
     keys = ["task_metrics", "precision", "training", "race", "boolq", "error_bars"]
     notes = [
-        f"Rows of {name} are the paper's (arXiv 2509.00404). What is repeated here is their "
-        "protocol as far as it is known, not their numbers: other text, other training length "
-        "and, unless it is the same architecture, another model. Differences to them carry the "
-        "error of the measured score alone.",
+        f"Rows of {name} are from the paper (arXiv 2509.00404). This evaluation repeats the "
+        "paper's protocol as far as it is known, but not its numbers: the text and the length "
+        "of training differ, and the model differs too unless its architecture is the same. "
+        "Differences to these rows carry only the error of the measured score.",
         *(about[key] for key in keys),
     ]
     if any("average_recomputed" in published[method] for method in methods):
@@ -305,7 +307,7 @@ def _metric_notes(
     wanted = metrics.get("", "default")
     lacking = [title(t) for t in tasks if rows[0].scores[title(t)].metric != wanted]
     if wanted != "default" and [t for t in tasks if t not in metrics] and lacking:
-        notes.append(f"{wanted} was asked for, which {', '.join(lacking)} does not have.")
+        notes.append(f"{', '.join(lacking)} does not have the requested metric {wanted}.")
     apart = [title(t) for t in tasks if not rows[0].scores[title(t)].percent]
     if apart and len(apart) < len(tasks):
         notes.append(f"The average leaves out {', '.join(apart)}: no share of right answers.")
@@ -333,13 +335,14 @@ def _row_notes(record: dict[str, Any]) -> list[str]:
             notes.append("the held-out loss is NaN.")
         else:
             notes.append(
-                f"{count} likelihoods of {title(task)} are NaN, so its score and the average are."
+                f"{count} likelihoods of {title(task)} are NaN, so its score and the average are "
+                "NaN too."
             )
     requests, tokens = (record[name] for name in TRUNCATED)
     if requests:
         notes.append(
-            f"{requests} requests were longer than the context and lost {tokens} tokens on the "
-            "left."
+            f"{requests} requests were longer than the context; {tokens} tokens at their "
+            "beginning were cut off."
         )
     return notes
 

@@ -107,7 +107,8 @@ LOCAL_TASKS: dict[str, tuple[str, dict[str, Column]]] = {
         "test",
         {
             "text": Column(
-                "text of at least two words that ends with the last one, which is asked for",
+                "text of at least two words with nothing after the last one, which the model "
+                "must predict",
                 lambda v: _is_text(v) and " " in v.strip() and v == v.rstrip(),
             )
         },
@@ -187,9 +188,9 @@ def _plan(name: str, directory: Path | None) -> PlannedTask:
         rows = read_rows(name, directory / f"{name}.jsonl")
         return PlannedTask(name, local_task(name, rows), digest(rows))
     raise FileNotFoundError(
-        f"{directory / name}.yaml is missing: --tasks-dir must hold the definition of {name!r} in "
-        f"lm-eval's format, as of all tasks but {', '.join(LOCAL_TASKS)}; without --tasks-dir "
-        "lm-eval fetches its own tasks"
+        f"{directory / name}.yaml is missing: --tasks-dir must contain the definition of "
+        f"{name!r} in lm-eval's format; only {', '.join(LOCAL_TASKS)} need no definition. "
+        "Without --tasks-dir, lm-eval downloads its own tasks"
     )
 
 
@@ -214,7 +215,8 @@ def read_rows(task: str, path: Path) -> list[Row]:
     needed = "; ".join(f"{name}: {column.what}" for name, column in columns.items())
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing, the data of {task}: one JSON object a line ({needed})"
+            f"{path} is missing; it must contain the data of {task}, one JSON object per line "
+            f"({needed})"
         )
     rows = []
     for number, row in json_lines(path):
@@ -222,14 +224,14 @@ def read_rows(task: str, path: Path) -> list[Row]:
             place = f'{path}, line {number}: field "{name}" is'
             if name not in row:
                 there = ", ".join(row) or "none"
-                raise ValueError(f"{place} missing; there are {there}, and needed are {needed}")
+                raise ValueError(f"{place} missing; the line has {there}, but needs {needed}")
             if not column.holds(row[name]):
                 raise ValueError(f"{place} {_short(repr(row[name]))}, expected {column.what}")
         if columns is ARC and row[name] not in (labels := row["choices"]["label"]):
-            raise ValueError(f"{place} {row[name]!r}, not one of the labels {labels}")
+            raise ValueError(f"{place} {row[name]!r}, which is not one of the labels {labels}")
         rows.append({name: row[name] for name in columns})
     if not rows:
-        raise ValueError(f"{path} is empty; give one JSON object a line ({needed})")
+        raise ValueError(f"{path} is empty; give one JSON object per line ({needed})")
     return rows
 
 
@@ -301,8 +303,8 @@ def task_manager(
     if unknown:
         close = difflib.get_close_matches(unknown[0], manager.all_tasks)
         raise ValueError(
-            f"unknown tasks {unknown} (close to the first: {close}); they are neither in lm-eval "
-            f"nor below include_path={[str(path) for path in own]}"
+            f"unknown tasks {unknown} (names similar to the first: {close}); neither lm-eval nor "
+            f"include_path={[str(path) for path in own]} has them"
         )
     return manager
 
@@ -319,8 +321,8 @@ def check_names(names: Sequence[str], include_path: Path | None) -> None:
         else:
             continue
         raise ValueError(
-            f"{name} has no score of its own: it stands for {', '.join(members)}; name some of "
-            "these instead"
+            f"{name} has no score of its own, because it is a group of {', '.join(members)}; "
+            "name some of these instead"
         )
 
 

@@ -36,7 +36,7 @@ def cost_figure(results: Sequence[SchemeFidelity], model: str, tokens: int) -> b
     ]
     return scatter_figure(
         points,
-        f"multiply-adds beyond the three GEMMs (%), {tokens:,} tokens a step",
+        f"extra multiply-adds, as % of the three GEMMs, at {tokens:,} tokens per step",
         "KL from the exact model (nats per token)",
         title=f"{model} in four bits, nothing trained",
         joined=[point for point, joined in zip(points, is_rank) if joined],

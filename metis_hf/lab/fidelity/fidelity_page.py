@@ -32,14 +32,14 @@ def _page(record: dict[str, Any], results: Sequence[SchemeFidelity], picture: by
     settings = record["settings"]
     page = Page(
         f"Fidelity of {settings['model']}",
-        f"{record['held_out_tokens']:,} tokens of {settings['text']} for the loss, "
-        f"{record['gradient_sequences']} sequences of {settings['length']} in "
+        f"{record['held_out_tokens']:,} tokens of {settings['text']} for the loss; "
+        f"{record['gradient_sequences']} sequences of {settings['length']} tokens in "
         f"{record['gradient_batches']} batches for gradients; nothing is trained",
     )
     if record["missing"]:
         page.notice(
-            f"Not complete: {record['missing']} schemes are to come. If the command was "
-            "interrupted, the same one goes on from here."
+            f"Not complete: {record['missing']} schemes are not measured yet. If the command was "
+            "interrupted, run it again to continue."
         )
     for result in results:
         if result.note:
@@ -52,7 +52,7 @@ def _page(record: dict[str, Any], results: Sequence[SchemeFidelity], picture: by
     if picture is not None:
         page.figure(picture, _COST_TEXT)
     page.table(*_table(measured))
-    page.section("Operands of one kind alone", _KINDS_TEXT)
+    page.section("One kind of operand quantized at a time", _KINDS_TEXT)
     page.table(_KINDS_HEADER, [row for r in measured for row in _kind_rows(r)])
     for r in measured:
         page.section(f"Layers under {r.name}")
@@ -60,32 +60,34 @@ def _page(record: dict[str, Any], results: Sequence[SchemeFidelity], picture: by
             _alone(page, r)
         if r.layers:
             page.figure(layers_figure(r, short_model(settings["model"])), _LAYERS_TEXT)
-            page.table(_GROUP_HEADER, _group_rows(r), "Means over the layers of a kind.")
+            page.table(_GROUP_HEADER, _group_rows(r), "Means over the layers of each kind.")
     return page
 
 
 _TABLE_TEXT = (
-    "Look at KL first: it predicts the gap after training. The loss rise and the gradient order "
-    "schemes less well. Good: a KL below .02, a loss rise below 1 %, a cosine above .95. Bad: a "
-    "relative error of 1, which a gradient of zero has too.",
-    "KL is the divergence of the exact model's next-token distribution from the scheme's. KL, loss "
-    "and the share of tokens with the same likeliest successor: evaluation rounding. Gradients of "
-    "all converted weights: training rounding, against the exact gradient of the same batch, and "
-    "of the mean over batches. ± is a standard error over batches (of the mean gradient: "
-    "jackknife).",
+    "Look at the KL first: it predicts the gap after training. The loss rise and the gradient "
+    "errors are less reliable for ranking schemes. Good: a KL below .02, a loss rise below 1 %, "
+    "a cosine above .95. Bad: a relative error of 1, which a gradient of zero also has.",
+    "KL is the divergence of the exact model's next-token distribution from the scheme's. KL, "
+    "loss and the share of tokens with the same most likely next token are measured with "
+    "evaluation rounding. Gradients cover all converted weights and use training rounding; they "
+    "are compared with the exact gradient of the same batch, and the mean gradient with the "
+    "exact mean. ± is a standard error over batches (jackknife for the mean gradient).",
 )
 _COST_TEXT = (
-    "Lower is better, left is cheaper. Multiply-adds count splits, projections, rotations "
-    "and corrections, over 3 t o i of the GEMMs; quantizers are element work and do not count."
+    "Lower is better; further left is cheaper. Multiply-adds of splits, projections, rotations "
+    "and corrections are counted relative to the 3 t o i multiply-adds of the GEMMs. Quantizers "
+    "are elementwise and are not counted."
 )
 _KINDS_TEXT = (
-    "Only operands of one kind are quantized, in all layers: KL and loss on a third of the "
-    "batches, the gradient of one batch. If errors added up, the loss rises of inputs and weights "
-    "would sum to the scheme's."
+    "Only one kind of operand is quantized, in all layers: KL and loss on a third of the "
+    "batches, the gradient on one batch. If errors added up, the loss rises of inputs and "
+    "weights would sum to the loss rise of the scheme."
 )
 _LAYERS_TEXT = (
-    "Each layer on the exact model's inputs and output gradients, in the scheme. Direct NVFP4 "
-    "gives normal values about 20 dB; higher is better above, lower is better below."
+    "Errors of each layer under the scheme, on the exact model's inputs and output gradients. "
+    "On normal values, direct NVFP4 has an SQNR of about 20 dB. Top: higher is better. Bottom: "
+    "lower is better."
 )
 _KINDS_HEADER = ("Scheme", "Quantized", "KL (nats)", "Loss rise %", "Gradient error", "Cosine")
 _GROUP_HEADER = ("Layers", "SQNR input", "weight", "grad_output", "Error of y", "dx", "dw")
@@ -135,9 +137,9 @@ def _alone(page: Page, result: SchemeFidelity) -> None:
     total = sum(found["kl"] for found in layers.values())
     rise = sum(found["loss"] for found in layers.values())
     page.text(
-        f"Each layer alone, on one batch: their divergences sum to {total:.4f} nats, all "
-        f"together give {whole['kl']:.4f}; loss rises sum to {rise:+.2f} %, all together "
-        f"{whole['loss']:+.2f} %."
+        f"With each layer quantized alone, on one batch, the KL divergences sum to {total:.4f} "
+        f"nats; with all layers quantized together, the KL is {whole['kl']:.4f}. The loss rises "
+        f"sum to {rise:+.2f} %; together, the loss rise is {whole['loss']:+.2f} %."
     )
     rows = []
     for name in sorted(layers, key=lambda name: -layers[name]["kl"])[:_WORST]:

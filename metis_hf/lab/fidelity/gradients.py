@@ -49,7 +49,7 @@ class GradientFile:
                 if hasattr(os, "posix_fallocate"):  # a mapped file on a full disk is fatal
                     os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
-                what = f"{error.strerror}; the gradients here need {gib(size)}, twice"
+                what = f"{error.strerror}; two gradient files of {gib(size)} each are needed"
                 raise OSError(error.errno, what, str(path)) from None
         self.rows = np.memmap(path, dtype=np.float32, mode="r+", shape=shape)
 

@@ -102,8 +102,8 @@ def layer_errors(
         run_batches(model, list(weights.values()), [rows], lambda _: None)
     if uncalled := [name for name in layers if name not in found]:
         logger.warning_once(
-            "fidelity has no errors of %s: no token reached them. That is right for experts that "
-            "no token visits. Otherwise %s, and nothing of them is quantized",
+            "fidelity has no errors of %s: no token reached them. This is expected for experts "
+            "to which no token was routed. Otherwise %s, so they are not quantized",
             by_kind(uncalled),
             READ_INSTEAD,
         )

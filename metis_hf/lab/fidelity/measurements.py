@@ -109,7 +109,9 @@ class _Measurements:
                     write_json(self.store.directory / "results.json", record)
                     write_outputs(self.store.directory, record, results)
         except KeyboardInterrupt:
-            text = f"interrupted: the same command goes on from {self.store.directory}"
+            text = (
+                f"interrupted: run the same command again to continue from {self.store.directory}"
+            )
             self.console.print(text, markup=False)
             raise
         finally:
@@ -194,10 +196,10 @@ class _Measurements:
         if tokens >= _TOKENS_A_DIRECTION * rank:
             return ""
         return (
-            f"a batch of {tokens:,} tokens has {tokens / rank:.1f} for each of the {rank} "
-            f"directions that the split keeps; below {_TOKENS_A_DIRECTION} a split looks better "
-            f"than in training. Measure in batches of {-(-_TOKENS_A_DIRECTION * rank // length)} "
-            f"sequences or more, on a text that fills them"
+            f"a batch of {tokens:,} tokens has only {tokens / rank:.1f} tokens for each of the "
+            f"{rank} directions that the split keeps; with fewer than {_TOKENS_A_DIRECTION}, a "
+            "split looks better than in training. Measure in batches of at least "
+            f"{-(-_TOKENS_A_DIRECTION * rank // length)} sequences, on a text that fills them"
         )
 
     def _loss(self, scheme: _Converted) -> dict[str, Any]:

@@ -68,10 +68,7 @@ def write_ranks(
     scheme_info(scheme)
     _check_numbers(budget, tokens)
     if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise ValueError(
-            f"{out} cannot be written; name a file in a directory that is there and "
-            "may be written to"
-        )
+        raise ValueError(f"{out} cannot be written; name a file in an existing, writable directory")
     console = console or Console(quiet=True)
     subject = measured.open()
     batches = torch.cat([subject.held_out, subject.training]).split(measured.batch)
@@ -101,7 +98,10 @@ def write_ranks(
     )
     write_json(out, plan.config.to_dict())
     console.print(
-        f"{out}: read it with MetisConfig.from_json", soft_wrap=True, highlight=False, markup=False
+        f"wrote {out}; load it with MetisConfig.from_json",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
     )
     return plan
 
@@ -175,14 +175,14 @@ def allocate_ranks(
     _check_numbers(budget, tokens)
     ranks = tuple(ranks)
     if not ranks or min(ranks) < 1 or list(ranks) != sorted(set(ranks)):
-        raise ValueError(f"ranks {list(ranks)}; expected whole numbers from 1 that rise")
+        raise ValueError(f"ranks {list(ranks)}; expected ascending whole numbers of at least 1")
     config = (config or MetisConfig()).replace(rank=ranks[0], rank_pattern={})
     with converted(model, config) as layers:
         split = {name: layer for name, layer in layers.items() if layer.scheme.splits}
         if not split:
             raise ValueError(
-                f"scheme {config.scheme!r} splits no operand of this model, so it has no ranks; "
-                'choose "metis"'
+                f"scheme {config.scheme!r} does not split any operand of this model, so it has "
+                'no ranks; choose "metis"'
             )
         few = torch.zeros(1, MIN_LENGTH, dtype=torch.int64, device=model.device)
         with running(layers):
@@ -193,8 +193,8 @@ def allocate_ranks(
         left = budget - whole - sum(group.costs[0] for group in groups)
         if left < 0:  # before anything is measured
             raise ValueError(
-                f"a budget of {budget:.1%} is less than rank {ranks[0]} everywhere takes, "
-                f"{budget - left:.1%}; give more, or smaller ranks to choose from"
+                f"a budget of {budget:.1%} is too small: rank {ranks[0]} in all layers already "
+                f"costs {budget - left:.1%}; choose a larger budget, or smaller ranks"
             )
         errors = _errors(model, split, batches, ranks, advance)
         for group in groups:
@@ -225,7 +225,7 @@ def _check_numbers(budget: float, tokens: int) -> None:
     if not budget >= 0:  # also rejects NaN
         raise ValueError(f"a budget of {budget:.1%}; expected a number of at least 0 %")
     if tokens < 1:
-        raise ValueError(f"tokens={tokens} of a step; choose at least 1")
+        raise ValueError(f"tokens={tokens} per step; choose at least 1")
 
 
 def _errors(
@@ -265,7 +265,7 @@ def _errors(
             count += 1
             advance()
     if not count:
-        raise ValueError("ranks are chosen by batches of text, and there is none")
+        raise ValueError("choosing ranks needs at least one batch of text, but there is none")
     return found
 
 

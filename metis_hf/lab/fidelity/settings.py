@@ -50,17 +50,19 @@ class Settings(ModelAndText):
         found += [(f"metis, rank {rank}", MetisConfig(rank=rank, seed=seed)) for rank in self.ranks]
         found += [(path.stem, _read_config(path, self.seed)) for path in self.configs]
         if not found:
-            raise ValueError("nothing to measure: name schemes, or all, or ranks or configs")
+            raise ValueError(
+                "nothing to measure; name schemes (or all of them), ranks or config files"
+            )
         twice = sorted({n for n, _ in found if [m for m, _ in found].count(n) > 1})
         if twice:
             raise ValueError(
-                f"two rows would be called {' and '.join(twice)}: name each scheme and rank once, "
-                "or rename a config's file"
+                f"two rows would be called {' and '.join(twice)}; give each scheme and rank only "
+                "once, or rename a config file"
             )
         for name in self.alone or ():
             if name not in dict(found):
                 measured = ", ".join(name for name, _ in found)
-                raise ValueError(f"alone: {name!r} is not among what is measured: {measured}")
+                raise ValueError(f"alone={name!r} is not one of the measured rows: {measured}")
         return found
 
 
@@ -69,5 +71,5 @@ def _read_config(path: Path, seed: int | None) -> MetisConfig:
     try:
         config = MetisConfig.from_json(text)
     except ValueError as error:
-        raise ValueError(f"{path} holds no config: {error}") from error
+        raise ValueError(f"{path} does not contain a valid config: {error}") from error
     return config if seed is None else config.replace(seed=seed)

@@ -120,8 +120,9 @@ def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str,
     """
     if any(metis_layers(model)):
         raise ValueError(
-            "the model is converted already, and schemes are measured on a model in dense weights; "
-            "call to_dense(model) first, or load the checkpoint that it was converted from"
+            "the model is already converted, but schemes are measured on a model with dense "
+            "weights; call to_dense(model) first, or load the checkpoint from which it was "
+            "converted"
         )
     # FP4 units cannot multiply with only one operand in four bits.
     config = config.replace(backend="emulated")

@@ -121,8 +121,8 @@ def scheme_styles(names: Sequence[str], *, repeat: bool = False) -> dict[str, St
     others = [name for name in dict.fromkeys(names) if name != CONTROL]
     if len(others) > MOST_STYLES and not repeat:
         raise ValueError(
-            f"{len(others)} schemes in one picture; only {MOST_STYLES} can be told apart. Compare "
-            "fewer, or in several directories"
+            f"one figure cannot show {len(others)} schemes, because only {MOST_STYLES} can be "
+            "told apart; compare fewer schemes, or use several output directories"
         )
     found = {name: STYLES[name] for name in others if name in STYLES}
     free = itertools.cycle(_all_styles(_OTHERS))

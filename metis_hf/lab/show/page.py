@@ -93,7 +93,7 @@ class Page:
         cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
         for row in cells:
             if len(row) != len(header):
-                raise ValueError(f"a row has {len(row)} cells, the header {len(header)}")
+                raise ValueError(f"a row has {len(row)} cells, but the header has {len(header)}")
         # Text columns are left-aligned, number columns right-aligned.
         columns = list(zip(*cells)) if cells else [()] * len(header)
         words = [i for i, column in enumerate(columns) if all(c.value is None for c in column)]

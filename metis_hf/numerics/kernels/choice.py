@@ -46,8 +46,8 @@ def kernels_for(*tensors: Tensor) -> str:
     lacks = missing(chosen, x.device)
     if lacks:
         raise RuntimeError(
-            f"kernels {chosen!r} were asked for (use_kernels or {ENVIRONMENT}), and there is no "
-            f"{lacks}. Without the request the reference runs, with equal results"
+            f"kernels {chosen!r} were requested (use_kernels or {ENVIRONMENT}), but there is no "
+            f"{lacks}. Without this request the reference runs, with identical results"
         )
     return chosen
 
@@ -57,7 +57,7 @@ def missing(kernels: str, device: torch.device) -> str | None:
     if kernels == "triton":
         triton = triton_backend()
         return "package triton" if triton is None else triton.missing(device)
-    return cpu_library.missing() if device.type == "cpu" else f"C++ for {device.type!r} devices"
+    return cpu_library.missing() if device.type == "cpu" else f"C++ kernel for {device.type!r}"
 
 
 @functools.cache
@@ -134,5 +134,6 @@ def forget_failures() -> None:
 
 def _warn_slow(reason: str) -> None:
     warn_once(
-        f"quantizers run uncompiled, {REFERENCE_SLOWER} times slower, with equal results: {reason}"
+        f"quantizers run uncompiled, {REFERENCE_SLOWER} times slower, with identical results: "
+        f"{reason}"
     )

@@ -41,7 +41,7 @@ def missing() -> str | None:
     if compiler():
         return None
     return (
-        "C++ compiler (none of $CXX, g++, clang++ is found); install one, "
+        "C++ compiler (tried $CXX, g++ and clang++); install one, "
         'for example with "apt-get install g++" or "conda install cxx-compiler"'
     )
 

@@ -53,7 +53,7 @@ def _check(kernels: str | None) -> None:
     if kernels is not None and kernels not in KERNELS:
         raise ValueError(
             f"kernels {kernels!r} do not exist; choose one of {', '.join(KERNELS)} "
-            f"(in the environment variable {ENVIRONMENT} too)"
+            f"in use_kernels or in the environment variable {ENVIRONMENT}"
         )
 
 
@@ -71,8 +71,8 @@ class _OrReference:
         if kind is None or not issubclass(kind, CompilationError) or _chosen is not None:
             return False
         warn_once(
-            "the reference takes over from a kernel, more slowly, and sums may differ in their "
-            f"last bits: {error}"
+            "a kernel cannot be compiled, so the slower reference runs instead; sums may differ in "
+            f"their last bits: {error}"
         )
         return True
 

@@ -54,10 +54,10 @@ def missing(device: torch.device) -> str | None:
     """Name the unmet requirement of these kernels on a device; None if there is none."""
     version = triton.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        return f"triton 3.6 or later: this is {version}, whose division loses the smallest numbers"
+        return f"triton 3.6 or later (division in {version} flushes subnormal numbers to zero)"
     if device.type == "cuda" or (device.type == "cpu" and triton_numbers.INTERPRETED.value):
         return None
-    return "CUDA device under the tensor (for tests on CPU, set TRITON_INTERPRET=1)"
+    return "CUDA device that holds the tensor (for tests on CPU, set TRITON_INTERPRET=1)"
 
 
 class _Choices(NamedTuple):

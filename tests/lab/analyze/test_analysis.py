@@ -308,16 +308,16 @@ def test_errors_say_what_is_needed(checkpoint, tmp_path):
     plain, out = checkpoint / "plain", tmp_path / "out"
     text = checkpoint / "text.py"
     (tmp_path / "short.txt").write_text("def f(x):")
-    _fails(ValueError, r"has \d tokens; at least 128", plain, out,
+    _fails(ValueError, r"has \d tokens, but at least 128", plain, out,
            text=tmp_path / "short.txt")  # fmt: skip
     _fails(ValueError, "matches none of the 14 layers", plain, out, layers="nothing")
-    _fails(ValueError, "no regular expression", plain, out, layers="(")
+    _fails(ValueError, "not a valid regular expression", plain, out, layers="(")
     _fails(ValueError, "choose at least 1", plain, out, rank=0)
     _fails(FileNotFoundError, "missing.txt", plain, out, text=tmp_path / "missing.txt")
     _fails(FileNotFoundError, "no config.json", tmp_path, out)
-    _fails(FileNotFoundError, "is no directory, and config.json", "nobody/nothing", out)
+    _fails(FileNotFoundError, "is not a directory, and config.json", "nobody/nothing", out)
     gpt2().save_pretrained(tmp_path / "gpt2")
-    _fails(FileNotFoundError, "no tokenizer .*weights need none", tmp_path / "gpt2", out, text=text)
+    _fails(FileNotFoundError, "no tokenizer .*omit the text", tmp_path / "gpt2", out, text=text)
     _fails(ValueError, "the control .* has no layer", plain, out, control=tmp_path / "gpt2")
     shutil.copytree(plain, tmp_path / "bare")
     (tmp_path / "bare" / "model.safetensors").unlink()

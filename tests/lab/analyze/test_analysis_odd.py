@@ -115,7 +115,7 @@ class TestConvertedExperts:
 
     def test_they_see_tokens_which_are_no_sequences(self, run):
         result, _, _ = run
-        assert not [note for note in result.notes if "saw no token" in note]
+        assert not [note for note in result.notes if "received no token" in note]
         rows = [line["activation"]["shape"][0] for line in result.lines.values()]
         assert 0 < min(rows) < max(rows) < 4 * 16
         portrait = next(iter(result.portraits.values()))

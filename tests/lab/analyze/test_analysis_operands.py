@@ -59,7 +59,9 @@ def test_operands_that_need_a_call_are_refused():
     quantizers = Quantizers("layer", (64, 48), rank=4)
     for scheme in ("smoothquant", "outlier-suppression-plus", "svdquant"):
         for kind, stored in (("activation", None), ("weight", StoredWeight("layer", x))):
-            with pytest.raises(ValueError, match=f"{scheme}.* by what a call knows"):
+            with pytest.raises(
+                ValueError, match=f"{scheme}.* information about the layer's other tensors"
+            ):
                 Sample(x, kind, quantizers, stored).quantize(scheme)
         # What does not depend on the call is measured.
         assert Sample(x, "gradient", quantizers).quantize(scheme).zeroed > 0

@@ -87,11 +87,17 @@ class TestInterrupted:
         ("where", "after", "said"),
         [
             pytest.param(
-                "tensor_line", 2, "the weights of 2 more layers are to come", marks=pytest.mark.slow
+                "tensor_line",
+                2,
+                "the weights of 2 more layers are not measured yet",
+                marks=pytest.mark.slow,
             ),
-            ("tensor_line", 5, "activations and gradients are to come"),
+            ("tensor_line", 5, "activations and gradients are not measured yet"),
             pytest.param(
-                "tensor_portrait", 2, "figures of single layers are to come", marks=pytest.mark.slow
+                "tensor_portrait",
+                2,
+                "figures of single layers are not drawn yet",
+                marks=pytest.mark.slow,
             ),
         ],
     )
@@ -104,10 +110,13 @@ class TestInterrupted:
             interrupted(patch, where, after)
             with pytest.raises(KeyboardInterrupt):
                 analyzed(checkpoint, tmp_path / "cut", console=console)
-        assert f"interrupted: {tmp_path}/cut/index.html has the figures" in console.file.getvalue()
+        assert (
+            f"interrupted: {tmp_path}/cut/index.html shows the results so far"
+            in console.file.getvalue()
+        )
         page = (tmp_path / "cut" / "index.html").read_text()
         assert said in page
-        assert "the same command goes on from here" in page
+        assert "run the same command again to continue" in page
         assert page.count("data:image/png") >= 5
         calls |= dict.fromkeys(calls, 0)
         same(analyzed(checkpoint, tmp_path / "cut"), whole[0])

@@ -83,12 +83,12 @@ def test_what_is_refused(place, tmp_path):
             plan(place, **options)
 
     for other in ({"size": "tiny"}, {"model": {"hidden_size": 64}}):
-        refused("brings its model; leave size and model out", **other)
+        refused("already defines the model; leave size and model out", **other)
     refused(r"has no config\.json; give a directory", checkpoint=str(place / "nowhere"))
     refused("a checkpoint needs data: give --data DIR", data=None)
     small_model(vocab_size=400).save_pretrained(tmp_path)
     train_tokenizer(documents()[:3], vocab_size=400).save_pretrained(tmp_path)
-    refused("are of another vocabulary than", checkpoint=str(tmp_path))
+    refused("come from another vocabulary than", checkpoint=str(tmp_path))
     get_metis_model(small_model(), MetisConfig()).save_pretrained(tmp_path / "quantized")
     refused("is quantized; start from its dense", checkpoint=str(tmp_path / "quantized"))
 
@@ -109,7 +109,7 @@ def test_a_changed_checkpoint_or_text_is_refused(changed, place, tmp_path):
     content = bytearray((tmp_path / changed / file).read_bytes())
     content[-5] ^= 1 if changed == "model" else 0
     (tmp_path / changed / file).write_bytes(content + b"\n" * (changed == "data"))
-    message = rf"{changed} changed after .*out was begun.*another --out"
+    message = rf"{changed} changed after .*out was started.*another --out"
     with pytest.raises(ValueError, match=message):
         compare_schemes(options, tmp_path / "out", launcher=launcher)
 
@@ -118,9 +118,13 @@ def test_data_of_another_comparison_are_checked(place):
     experiment = plan(place, sequence_length=LENGTH).experiment
     load_data(place / "data", None, experiment, 4)
     for validation, changes, message in (
-        (None, {"sequence_length": 64}, "holds sequences of 32 tokens, and the experiment wants"),
-        (None, {"model": {"vocab_size": 200}}, r"has token 2\d\d, but the model embeds 200"),
-        ("elsewhere", {}, "validation=elsewhere beside .*; leave --validation"),
+        (None, {"sequence_length": 64}, "contains sequences of 32 tokens, but the experiment uses"),
+        (
+            None,
+            {"model": {"vocab_size": 200}},
+            r"contains token id 2\d\d, but the model has a vocabulary of 200",
+        ),
+        ("elsewhere", {}, "validation=elsewhere conflicts with .*; leave --validation"),
     ):
         with pytest.raises(ValueError, match=message):
             load_data(place / "data", validation, replace(experiment, **changes), 4)

@@ -156,7 +156,7 @@ def test_times_of_other_variants_are_not_mixed_in(tmp_path, monkeypatch):
     assert load_times(plan, path, {"bf16"}) == (seconds, [])
     none, (said,) = load_times(plan, path, {"bf16", "metis"})
     assert none == {}
-    assert "times.json are of other code or variants; --times measures again" in said
+    assert "times.json come from other code or variants; --times measures them again" in said
     other = planned(forward_rounding="stochastic")
     assert load_times(other, path, {"bf16"}) == (seconds, [])
     assert load_times(other, path, {"bf16", "own"}) == ({}, [said])

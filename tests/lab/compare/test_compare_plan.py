@@ -28,9 +28,12 @@ def named(*names):
 
 
 REFUSED = (
-    ({"training": {"seed": 99}}, "training: seed is not for you .* key seeds, or --seeds"),
-    ({"training": {"num_train_epochs": 2}}, "say tokens, or training: {max_steps"),
-    ({"training": {"eval_strategy": "steps"}}, "eval_strategy is not for you .* has ended"),
+    ({"training": {"seed": 99}}, "training: seed cannot be set .* key seeds, or --seeds"),
+    ({"training": {"num_train_epochs": 2}}, "set tokens, or training: {max_steps"),
+    (
+        {"training": {"eval_strategy": "steps"}},
+        "eval_strategy cannot be set .* measured when a run ends",
+    ),
     ({"training": {"learning_rte": 1.0}}, r"'learning_rte'.*did you mean 'learning_rate'"),
     ({"training": {"max_steps": -1}}, "training: max_steps: -1; expected a whole number, at"),
     ({"training": {"max_steps": 1.5}}, "training: max_steps: 1.5; expected a whole"),
@@ -39,17 +42,17 @@ REFUSED = (
     ({"training": {"learning_rate": -1}}, "learning_rate: -1; expected a number from 0 up"),
     ({"training": {"adam_beta2": 2}}, "adam_beta2: 2; expected a number from 0 up and below 1"),
     ({"training": {"report_to": "tensorbord"}}, "report_to: tensorbord is not supported"),
-    ({"training": {"run_name": "a"}}, "run_name is not for you .* its variant and its seed"),
+    ({"training": {"run_name": "a"}}, "run_name cannot be set .* its variant and seed"),
     ({"training": [1]}, r"training: \[1\] is not a mapping"),
     ({"global_batch": 0}, "global_batch: 0; expected a whole number, at least 1"),
     ({"sequence_length": True}, "sequence_length: True; expected"),
-    ({"sequence_length": 4096}, "sequence_length=4096 does not fit the model's context of"),
+    ({"sequence_length": 4096}, "sequence_length=4096 does not fit in the model's context of"),
     ({"health_interval": -1}, "health_interval: -1; expected a whole number, at least 0"),
     ({"tokens": "many"}, "tokens: 'many'; expected a positive number"),
     ({"tokens": -1}, "tokens: -1; expected a positive number"),
     (
         {"tokens": 1e6, "training": {"max_steps": 10}},
-        "tokens=1e\\+06 and training: {max_steps: 10} both say how long a run is",
+        "tokens=1e\\+06 and training: {max_steps: 10} both set the length of a run",
     ),
     ({"data": "d", "validation": "d"}, "validation=.*d is the training data"),
     ({"seeds": [-1]}, "seeds: -1; expected a whole number, from 0 to 4294967295"),
@@ -57,33 +60,45 @@ REFUSED = (
     ({"seeds": [0, 0]}, "seed 0 is given more than once"),
     ({"schemes": "bf16"}, "schemes: 'bf16' is not a list"),
     ({"schemes": []}, "schemes: the list is empty"),
-    ({"schemes": [1]}, "schemes: 1; expected a text"),
-    ({"preset": ["main"]}, r"preset: \['main'\]; expected a text"),
-    ({"tasks_dir": ["x"]}, r"tasks_dir: \['x'\]; expected a text"),
+    ({"schemes": [1]}, "schemes: 1; expected a string"),
+    ({"preset": ["main"]}, r"preset: \['main'\]; expected a string"),
+    ({"tasks_dir": ["x"]}, r"tasks_dir: \['x'\]; expected a string"),
     ({"model": {"hiden_size": 192}}, "llama has no 'hiden_size'; did you mean 'hidden_size'"),
     ({"model": {"hidden_size": "x"}}, "model: .* 'hidden_size' expected int, got str"),
     ({"model": {"num_attention_heads": 5}}, "model: .* not a multiple of the number of"),
     ({"model": {"model_type": "lama"}}, "model: Unrecognized model identifier: lama"),
-    ({"model": {"model_type": "t5"}}, "model: t5 is no causal language model; choose"),
-    ({"model": {"model_type": "bert"}}, "bert is an encoder, .* set is_decoder: true"),
-    ({"model": {"vocab_size": 100}}, "vocab_size=100 without tokens: text needs 257 of them"),
-    ({"model": {1: 2}}, "a key of model: 1; expected a text"),
+    ({"model": {"model_type": "t5"}}, "model: t5 is not a causal language model; choose"),
+    ({"model": {"model_type": "bert"}}, "bert is an encoder: .* set is_decoder: true"),
+    (
+        {"model": {"vocab_size": 100}},
+        "vocab_size=100 is too small to tokenize text, which takes 257 tokens",
+    ),
+    ({"model": {1: 2}}, "a key of model: 1; expected a string"),
     ({"variants": {"a": {"scheme": ["x"]}}}, r"variants: a: scheme: \['x'\]; expected a"),
     ({"variants": {"a": None}}, "variants: a: None is not a mapping"),
     ({"variants": {"a": {"rank": 2}}}, "'a' names no scheme"),
     ({"variants": {"bf16": {"scheme": "nvfp4"}}}, r"'bf16' has scheme 'nvfp4', .* another name"),
     (metis(seed=5), "variant 'mine' sets seed, which"),
     (metis(precision_schedule="late"), "mine: precision_schedule: .* is not a mapping"),
-    (metis(precision_schedule={"after": 0.5}), "'mine': precision_schedule is .*'after'"),
+    (
+        metis(precision_schedule={"after": 0.5}),
+        "'mine': precision_schedule takes the keys at, .*'after'",
+    ),
     (metis(precision_schedule={"at": -1}), "at=-1"),
-    ({"reference": "metsi"}, "'metsi' is none of the variants; choose from bf16,"),
+    ({"reference": "metsi"}, "'metsi' is not one of the variants; choose from bf16,"),
     ({"reference": "bf16"}, "reference 'bf16' is the control"),
     # "../.." and the like lose their slashes; what is left of them names no run either.
-    *((named(name), "gives its runs no directory; choose a name") for name in ("%", "../..", " ")),
+    *(
+        (named(name), "has no usable directory name for its runs; choose a name")
+        for name in ("%", "../..", " ")
+    ),
     (named("a b", "a-b"), "variants 'a b' and 'a-b' would share the directory a-b"),
     (named("Rank", "rank"), "variants 'Rank' and 'rank' would share"),
     (named("bf16"), "variant 'bf16' is given more than once"),
-    (named(*(f"v{n}" for n in range(36))), "36 schemes in one picture; only 35 can be told apart"),
+    (
+        named(*(f"v{n}" for n in range(36))),
+        "one figure cannot show 36 schemes, because only 35 can be",
+    ),
 )
 
 
@@ -234,5 +249,5 @@ class TestPlan:
         training = with_accumulation(plan.experiment, 48, processes=2).training
         assert training["per_device_train_batch_size"] == 24
         assert training["gradient_accumulation_steps"] == 1
-        with pytest.raises(ValueError, match="global_batch=48 is no multiple of 1 processes x"):
+        with pytest.raises(ValueError, match="global_batch=48 is not a multiple of 1 processes x"):
             with_accumulation(plan.experiment, 48, processes=1)

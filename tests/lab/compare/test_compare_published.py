@@ -167,7 +167,7 @@ class TestBeside:
         assert (beside.published_tokens, beside.losses, beside.names) == (None, {}, {})
         text = published.markdown(beside, summaries_of({"bf16": 4.0}))
         assert "Nothing is published at" in text
-        assert "there are runs of 25, 49, 98, 197, 394, 787" in text
+        assert "there are published runs at 25, 49, 98, 197, 394, 787" in text
         assert "|" not in text
 
     def test_another_experiment_is_not_exact(self):
@@ -216,10 +216,10 @@ class TestDryRun:
         printed = capsys.readouterr().out
         for text in (
             "71,442,560 parameters, 30,482,560 without embeddings and head",
-            "749,993,984, 24.6 for each of these",
+            "749,993,984, 24.6 per parameter without embeddings and head",
             "2,861 of 512 sequences x 512 tokens, in micro-batches of 128 on one device",
             "6 variants x 1 seed (0)",
-            "none is given; a run needs --data DIR",
+            "none; a run needs --data DIR",
             "The same model and 0.75B tokens",
             "All 6 runs take about",
             "on one H200.",
@@ -240,7 +240,7 @@ class TestDryRun:
         weights = 6 * (4 * 640 * 640 + 3 * 640 * 1792) + 640 * 32_000
         attention = 6 * 2 * 512 * 640  # scores and values of one token against all of its sequence
         expected = plan.tokens * 6 * (weights + attention)
-        assert f"FLOPs of a run's model: {si(expected, 'FLOP')}" in dry_run.describe(plan, config)
+        assert f"Model FLOPs per run: {si(expected, 'FLOP')}" in dry_run.describe(plan, config)
 
     def test_times_and_memory_of_a_long_comparison(self):
         plan = make_plan(schemes=["bf16", "nvfp4-rne", "metis"], size="130m", needs_data=False)
@@ -254,16 +254,19 @@ class TestDryRun:
         # Recorded and by Python: as benchmarks/gpu-nvidia-h200.md, 1.3 and 2.2, 2.9 and 10 times.
         assert all(recorded <= python for recorded, python in times.values())
         assert times["bf16"][0] < times["nvfp4-rne"][0] < times["metis"][0] < times["metis"][1]
-        assert "Memory of a run: about 27" in text
+        assert "Memory per run: about 27" in text
         assert "no step was measured on an H100" in " ".join(text.split())
-        assert "Warning: more than a week" in text
+        assert "Warning: the runs take more than a week" in text
         assert "CUDA graphs" in text
 
     def test_memory_that_a_device_has_not(self):
         plan = make_plan(schemes=["bf16"], size="8b", needs_data=False)
         console = Console(width=80, record=True, file=io.StringIO())
         dry_run.show_plan(plan, console, device="h100")
-        assert "Warning: one H100 has 79.6 GiB, too few for a run." in console.export_text()
+        assert (
+            "Warning: one H100 has 79.6 GiB, which is too little for a run."
+            in console.export_text()
+        )
 
     def test_of_a_comparison_that_nothing_is_published_of(self, data):
         """Data and a precision that switches are named; no published column."""
@@ -273,12 +276,12 @@ class TestDryRun:
         dry_run.show_plan(plan, console)
         text = console.export_text()
         assert f"Data: {data}, {TOKENS:,} tokens: a run reads them 48.8 times" in text
-        assert "is the time without a switch" in text
+        assert "switches precision, the estimate ignores the switch" in text
         assert "ublished" not in text
         # A run refuses data that are not there; its costs can be asked for.
         plan = make_plan(schemes=["bf16"], data=str(data / "typo"))
         dry_run.show_plan(plan, console)
-        assert "typo, which is no directory on this machine" in console.export_text()
+        assert "typo, which is not a directory on this machine" in console.export_text()
 
 
 @pytest.mark.slow

@@ -53,10 +53,10 @@ def begin(run):
 def test_a_run_of_another_variant_is_refused(changes, compare, out):
     changed = {"mine": MINE["mine"] | changes}
     assert compare() == []
-    with pytest.raises(ValueError, match="another variant of the name 'mine'; choose"):
+    with pytest.raises(ValueError, match="another variant named 'mine'; choose"):
         compare(variants=changed)
     begin(out / RUN)
-    with pytest.raises(ValueError, match="another variant of the name 'mine'; choose"):
+    with pytest.raises(ValueError, match="another variant named 'mine'; choose"):
         compare(variants=changed)
     (out / RUN / "checkpoint-2").rmdir()
     assert compare(variants=changed) == []  # nothing was trained
@@ -71,7 +71,7 @@ def test_checkpoints_that_a_finished_run_has_left_are_removed(compare, out):
 
 def test_a_failed_run_is_shown_and_the_others_go_on(compare, out, capsys):
     (error,) = compare(variants=MINE | {"broken": {"scheme": "nvidia"}}, schemes=["bf16"])
-    assert "1 of 3 runs failed; 2 are done, and the same command goes on" in error
+    assert "1 of 3 runs failed; 2 are done, and the same command continues" in error
     assert "broken, seed 0 (exit code 1)" in error
     assert "it cannot be trained" in error  # the end of its log
     assert "| bf16 |" in (out / "table.md").read_text()
@@ -84,8 +84,8 @@ def test_half_a_result_is_named_and_trained_again(compare, out, capsys):
     path.write_text(whole[:20])
     compare()
     said = " ".join(capsys.readouterr().out.split())
-    assert "is not a whole JSON file" in said
-    assert "this run is trained again" in said
+    assert "is not a valid JSON file" in said
+    assert "training this run again" in said
     assert json.loads(path.read_text())["loss"] == json.loads(whole)["loss"]
 
 
@@ -149,7 +149,7 @@ def test_times_take_nothing_with_them(compare, out, monkeypatch):
     monkeypatch.setattr(command, "measure_times", measure)
     errors = compare(variants=MINE | {"broken": {"scheme": "nvidia"}}, times=True)
     assert "1 of 2 runs failed" in errors[0]
-    assert errors[1] == "--times: steps were not timed: out of memory"
+    assert errors[1] == "--times could not time the steps: out of memory"
     assert timed == ["mine"]
     assert "| mine |" in (out / "table.md").read_text()
 
@@ -187,7 +187,10 @@ def test_a_run_remembers_all_code_that_trained_it(compare, out, monkeypatch, cap
         compare()
         found = json.loads((out / "compare.json").read_text())["runs"][0]["code"]["sha256"]
         assert found == expected
-    assert "mine, seed 0 began with other code or torch" in capsys.readouterr().out
+    assert (
+        "mine, seed 0 was started with another version of the code or torch"
+        in capsys.readouterr().out
+    )
     monkeypatch.setattr(tasks, "numerics_digest", lambda: "d")
     compare(schemes=["bf16"])  # beside it
     assert "Runs of different code or torch" in (out / "table.md").read_text()
@@ -199,10 +202,10 @@ def test_a_changed_file_of_a_scheme_is_refused(compare, out, monkeypatch):
         monkeypatch.setattr(tasks, "source_digests", lambda *_, digest=digest: {"own": digest})
         if digest == "1":
             compare()
-    with pytest.raises(ValueError, match="holds a run of 'own' as its file was before"):
+    with pytest.raises(ValueError, match="contains a run of 'own' from before its file changed"):
         compare()
     begin(out / RUN)
-    with pytest.raises(ValueError, match="holds a run of 'own' as its file was before"):
+    with pytest.raises(ValueError, match="contains a run of 'own' from before its file changed"):
         compare()
     (out / RUN / "checkpoint-2").rmdir()
     compare()  # nothing was trained: the file may have been mended
@@ -254,7 +257,7 @@ class TestArray:
             expected |= set(SHARES[share])
             assert self.done(out).keys() == expected
             assert before.items() <= self.done(out).items()
-        assert "3 of 4 runs are done; the process that ends last writes" in (
+        assert "3 of 4 runs are done; the last process to finish writes" in (
             " ".join(capsys.readouterr().out.split())
         )
         assert "| mine |" in (out / "table.md").read_text()
@@ -329,7 +332,7 @@ class TestArray:
         ("compare --tasks boolq --tasks-dir nowhere", "/nowhere is not a directory"),
         ("compare --tasks boolq,boolq", "tasks named twice: boolq"),
         ("compare --task 0/3", "--task 0/3; expected K/N with K from 1 to N"),
-        ("compare --task 3", "--task 3: expected K/N, the K-th of N shares, as in 1/3"),
+        ("compare --task 3", "--task 3: expected K/N, for example 1/3 for the first of three"),
         ("demo --quick --steps 0", "max_steps: 0; expected a whole number, at least 1"),
         ("demo --quick --seed -1", "seeds: -1; expected a whole number, from 0 to 4294967295"),
         ("demo --quick --schemes ,", "schemes: the list is empty"),

@@ -75,7 +75,7 @@ def test_a_plan_knows_text_from_tokens(folder, tmp_path):
     assert make_plan(data=str(folder)).text == folder
     embed(tmp_path / "data", vocab_size=VOCAB, sequence_length=LENGTH, text=folder)
     assert make_plan(data=str(tmp_path / "data")).text is None
-    with pytest.raises(ValueError, match=r"beside text: .* has held-out files of its own"):
+    with pytest.raises(ValueError, match=r"with text data: .* has its own held-out files"):
         make_plan(data=str(folder), validation=str(tmp_path / "data"))
 
 

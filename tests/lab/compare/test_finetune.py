@@ -99,8 +99,8 @@ def test_smoke(recipe, tmp_path, monkeypatch, capsys):
     assert lora["trained"] > 0
     main(monkeypatch, "--smoke", "--output_dir", str(tmp_path))
     said = capsys.readouterr().out.splitlines()
-    assert "exact: finished before" in said
-    assert f"ptq: finished before, exported to {tmp_path / 'export/ptq'}" in said
+    assert "exact: already finished" in said
+    assert f"ptq: already finished, exported to {tmp_path / 'export/ptq'}" in said
 
 
 def test_smoke_reads_the_data_that_are_given(tmp_path, monkeypatch, capsys):
@@ -160,7 +160,7 @@ def test_a_run_that_was_stopped_goes_on(recipe, finetune, tmp_path, monkeypatch)
     assert (tmp_path / "out/export/ptq/config.json").is_file()
     (tmp_path / "other/ptq").mkdir(parents=True)
     (tmp_path / "other/ptq/mine").touch()
-    with pytest.raises(ValueError, match="ptq exists already, and ptq would be exported there"):
+    with pytest.raises(ValueError, match="ptq already exists, and ptq would be exported there"):
         finetune(method="ptq", export=str(tmp_path / "other"))
     exact, ptq = finetune(method="ptq", export=str(tmp_path / "a"))
     assert ptq.texts["held-out"].loss > exact.texts["held-out"].loss
@@ -178,7 +178,10 @@ def test_a_run_that_was_stopped_goes_on(recipe, finetune, tmp_path, monkeypatch)
 
     monkeypatch.setattr(transformers.Trainer, "training_step", killed_in_the_third)
     os.rename(tmp_path / "a", tmp_path / "away")
-    with pytest.raises(ValueError, match=r"packed weights of ptq, .*/a/ptq: nothing is there now"):
+    with pytest.raises(
+        ValueError,
+        match=r"packed weights that ptq exported to .*/a/ptq, but .* missing; restore it",
+    ):
         finetune(**saving)
     os.rename(tmp_path / "away", tmp_path / "a")
     with pytest.raises(Killed):
@@ -230,17 +233,17 @@ def test_the_dry_run_trains_nothing(finetune, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "gptq"}, "--method 'gptq'; choose of ptq, qat, qad, lora"),
+        ({"method": "gptq"}, "--method 'gptq'; choose from ptq, qat, qad, lora"),
         ({"eval_sequences": 0}, "--eval_sequences 0; expected at least 1"),
         ({"tokens": math.inf}, "--tokens inf; expected a finite number above 0"),
         ({"cross_entropy_share": 3.0}, r"--cross_entropy_share 3\.0; expected a share from 0"),
-        ({"global_batch": 3}, "a global batch of 3 sequences cannot be cut"),
+        ({"global_batch": 3}, "a global batch of 3 sequences cannot be split evenly"),
         ({"data": None}, "no data: give --data FILE"),
-        ({"model": ""}, "no model: give a directory or hub name, or try --smoke"),
+        ({"model": ""}, "no model: give a directory or a hub name, or try --smoke"),
         ({"compare": "nvfp5"}, "scheme 'nvfp5' is not registered"),
-        ({"held_out": "a/x.jsonl,b/x.jsonl"}, "two files of one name"),
-        ({"sequence_length": 2049}, "2049 does not fit the model's context of 2048 tokens"),
-        ({"training": {"num_train_epochs": 2}}, "--tokens says how long a run is"),
+        ({"held_out": "a/x.jsonl,b/x.jsonl"}, "two files have the same name"),
+        ({"sequence_length": 2049}, "2049 does not fit in the model's context of 2048 tokens"),
+        ({"training": {"num_train_epochs": 2}}, "--tokens sets the length of the run"),
     ],
 )
 def test_bad_input(options, message, finetune, tmp_path):
@@ -253,7 +256,10 @@ def test_models_and_data_that_are_refused(finetune, source, tmp_path, monkeypatc
     model = Path(shutil.copytree(source[0], tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300: they do not"):
+    with pytest.raises(
+        ValueError,
+        match=r"produces token \d+, but the model's vocabulary has 300 tokens: they do not",
+    ):
         finetune(model=str(model))
     (model / "config.json").write_text(json.dumps(config))
     tensors = load_file(model / "model.safetensors")
@@ -263,12 +269,12 @@ def test_models_and_data_that_are_refused(finetune, source, tmp_path, monkeypatc
         finetune(model=str(model), out=tmp_path / "b")
     gpt2 = transformers.GPT2Config(vocab_size=512, n_embd=64, n_layer=1, n_head=2)
     gpt2.save_pretrained(tmp_path / "gpt2")  # neither weights nor a tokenizer
-    with pytest.raises(ValueError, match=r"c_attn: a Conv1D"):
+    with pytest.raises(ValueError, match=r"c_attn: it is a Conv1D"):
         finetune(model=str(tmp_path / "gpt2"))
-    with pytest.raises(ValueError, match=r"is what --data trains on; leave --held-out out"):
+    with pytest.raises(ValueError, match=r"is also the file of --data; leave --held-out out"):
         finetune(held_out=str(source[1]))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"FSDP and DeepSpeed have cut.*under DDP"):
+    with pytest.raises(ValueError, match=r"FSDP and DeepSpeed shard them.*under DDP"):
         finetune()
 
 
@@ -293,5 +299,5 @@ def test_the_table():
     exact, ptq, qad = outcomes(2.2, 2.05)
     assert different_code([exact, replace(ptq, code="a"), replace(qad, code="a")]) == ""
     said = different_code([replace(exact, code="b"), replace(ptq, code="a"), qad])
-    assert said.startswith("\nMethods of different code or torch")
+    assert said.startswith("\nThese methods ran with different code or torch")
     assert said.endswith(" b: exact; a: ptq.\n")

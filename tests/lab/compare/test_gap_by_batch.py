@@ -37,5 +37,5 @@ def test_rows_by_hand(study):
 
 @pytest.mark.parametrize("other", [record(32, tokens=999), record(32, rate=5e-4)])
 def test_records_of_other_plans_are_refused(study, other):
-    with pytest.raises(ValueError, match="other tokens, another model or learning rate"):
+    with pytest.raises(ValueError, match="the records differ in tokens, model or learning rate"):
         study.table([record(16), other])

@@ -76,7 +76,7 @@ def test_seeds_and_variants_that_one_record_lacks_count_in_none(records):
     assert [study.saved(lengths, length, "a").count for length in lengths] == [2, 2]
     assert study.variants(lengths) == ["a"]
     study = records(short=record(10_000, losses, seeds=(1,)), long=record(40_000, losses))
-    with pytest.raises(ValueError, match="no seed of bf16 is in all of short, long"):
+    with pytest.raises(ValueError, match="no seed of bf16 is in all of the records short, long"):
         study.read()
 
 

@@ -68,6 +68,7 @@ def test_a_first_conversation_that_is_too_long_is_named(study, paragraphs, tmp_p
     source, target = tmp_path / "prose.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"text": paragraphs[0]}) + "\n")
     target.write_text("kept")
-    with pytest.raises(ValueError, match=r"first conversation of .* has \d+ .* at most 10 are"):
+    message = r"first conversation of .* has \d+ .* more than --characters 10; raise"
+    with pytest.raises(ValueError, match=message):
         study.write(source, target, characters=10)
     assert target.read_text() == "kept"

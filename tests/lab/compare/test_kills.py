@@ -73,7 +73,10 @@ class TestRecipe:
         assert (out / "checkpoint-4").is_dir()
         with pytest.raises(SystemExit):
             kills.small_recipe(str(out))
-        assert "has checkpoints (checkpoint-4); go on with --resume" in capsys.readouterr().err
+        assert (
+            "already has checkpoints (checkpoint-4); continue with --resume"
+            in capsys.readouterr().err
+        )
         kills.small_recipe(str(out), "--resume")
         losses = [json.loads((each / "eval_results.json").read_text()) for each in (whole, out)]
         assert losses[0]["eval_loss"] == losses[1]["eval_loss"]
@@ -129,7 +132,7 @@ class TestWorker:
         assert trained(out) == whole_comparison
         log = (out / "runs/nvfp4/seed-0/worker.log").read_text()
         for text in (log, capsys.readouterr().out):
-            assert ("checkpoint-2 is taken instead" in text) == (hook == IN_SAVE)
+            assert ("checkpoint-2 is used instead" in text) == (hook == IN_SAVE)
 
 
 class TestParent:

@@ -228,22 +228,22 @@ def test_runs_join_those_of_a_record(publish, tmp_path, monkeypatch):
         (run / "compare.json").write_text(json.dumps(offered))
         publish.add_runs(run, "x")
 
-    with pytest.raises(ValueError, match=r"x has all runs of .*run already"):
+    with pytest.raises(ValueError, match=r"x already has all runs of .*run"):
         offer(seeds=seeds, runs=old["runs"])
-    with pytest.raises(ValueError, match=f"x has another run of .*, seed {seeds[0]}"):
+    with pytest.raises(ValueError, match=f"x already has a different run of .*, seed {seeds[0]}"):
         offer(seeds=seeds, runs=[each | {"loss": each["loss"] + 0.01} for each in old["runs"]])
-    with pytest.raises(ValueError, match="is of other variants than x"):
+    with pytest.raises(ValueError, match="and x differ in variants"):
         offer(variants={"metis": {"scheme": "nvfp4"}})
     for key, value in (
         ("data", "/texts/code"), ("validation", None), ("eval_sequences", 7),
         ("global_batch", 999), ("experiment", old["plan"]["experiment"] | {"sequence_length": 8}),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"is of other {key} than x"):
+        with pytest.raises(ValueError, match=f"and x differ in {key}"):
             offer(plan=old["plan"] | {key: value})
     checkpoint = old["plan"]["experiment"]["checkpoint"]
     (run / "inputs.json").write_text(json.dumps({checkpoint: "a"}))
     target.with_suffix(".json").write_text(json.dumps({**old, "weights": "b"}))
-    with pytest.raises(ValueError, match="began from other weights than x"):
+    with pytest.raises(ValueError, match="started from other weights than x"):
         offer()
     later = [each for each in old["runs"] if each["scheme"] != "nvidia"]  # which came after these
     known = {name: config for name, config in old["variants"].items() if name != "nvidia"}

@@ -200,15 +200,18 @@ def test_steps_accumulation_and_model(trainer, tmp_path):
         (("--data", "/nope"), "/nope has no meta.json"),
         (("--smoke", "--metis", '{"rank": 60}'), "rank=60 keeps"),
         (("--smoke", "--metis", "{"), "argument --metis: invalid"),
-        (("--smoke", "--metis", '{"scheme": "bf16"}'), "which is --scheme"),
+        (("--smoke", "--metis", '{"scheme": "bf16"}'), "which --scheme sets"),
         (("--smoke", "--global-batch", "3"), "multiple of 2"),
-        (("--smoke", "--resume_from_checkpoint", "x"), "in its own output_dir: --resume"),
+        (
+            ("--smoke", "--resume_from_checkpoint", "x"),
+            "use --resume, which continues in output_dir",
+        ),
         (("--smoke", "--gradient_accumulation_steps", "3"), "contradicts global_batch=4"),
         (("--smoke", "--sequence-length", "128"), "the model's context of 64 tokens"),
         (("--smoke", "--eval-sequences", "0"), "eval_sequences=0 leaves"),
         (("--smoke", "--learning_rates", "1"), "--learning_rates"),
         (("--smoke", "--tokens", "nan"), "--tokens nan; expected a finite number"),
-        (("--smoke", "--json"), "--device are of --dry-run alone"),
+        (("--smoke", "--json"), "--device apply only to --dry-run"),
         (("--dry-run", "--world-size", "3"), "multiple of 12"),
     ],
 )
@@ -227,7 +230,7 @@ def test_what_is_wrong_in_a_file_is_one_line(values, message, refusal, tmp_path)
 
 def test_an_output_directory_that_is_taken(refusal, tmp_path):
     (tmp_path / "out/checkpoint-10").mkdir(parents=True)
-    assert "has checkpoints (checkpoint-10); go on with --resume" in refusal("--smoke")
+    assert "already has checkpoints (checkpoint-10); continue with --resume" in refusal("--smoke")
     with hold_directory(tmp_path / "out"):
         assert "choose another --output_dir" in refusal("--smoke", "--resume")
 

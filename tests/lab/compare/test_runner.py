@@ -46,7 +46,7 @@ def test_every_step_of_several_epochs_has_a_whole_batch(tmp_path):
 
 def test_less_than_a_batch_is_refused(tmp_path):
     rows = dataset([[1]] * 3)
-    with pytest.raises(ValueError, match="3 sequences to train on are no batch of 4"):
+    with pytest.raises(ValueError, match="3 training sequences do not fill one batch of 4"):
         whole_batches(rows, arguments(tmp_path, steps=1))
 
 
@@ -131,5 +131,5 @@ def test_layers_that_a_run_does_not_call_are_named_at_once(monkeypatch, capsys):
     worker.main()
     said = capsys.readouterr()
     note = json.loads(said.out)["note"]
-    assert "0 of 1 converted layers, and not head." in note
+    assert "0 of 1 converted layers, but not head." in note
     assert said.err.strip() == note

@@ -43,7 +43,7 @@ def launch(tmp_path, monkeypatch, capsys):
 
 def test_without_trl_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(SystemExit, match="trains with TRL: pip install trl"):
+    with pytest.raises(SystemExit, match="needs TRL; run pip install trl"):
         main(monkeypatch, "--smoke")
 
 

@@ -115,7 +115,7 @@ def test_split_effect_pairs_by_seed():
         "| a | +11.00 ± 12.71 | +10.00 | +10.00 | -1.79 | 1 |",
         "| new |  | +20.00 | +14.29 |  | 1 |",  # not trained dense
     ]
-    with pytest.raises(ValueError, match="differ in size; train both alike"):
+    with pytest.raises(ValueError, match="differ in size; train both with the same settings"):
         study.table(dense, split | {"plan": {"size": "130m"}})
 
 
@@ -187,7 +187,9 @@ def test_results_of_other_settings_are_not_replaced(name, tmp_path, monkeypatch)
     out.write_text(text)
     monkeypatch.setattr(sys, "argv", [name, "--steps", "7", "--out", str(out)])
     monkeypatch.setattr(study, "train", pytest.fail)
-    with pytest.raises(SystemExit, match=r"has results of other steps, .* choose another --out"):
+    with pytest.raises(
+        SystemExit, match=r"contains results with other steps, .* choose another --out"
+    ):
         study.main()
     assert out.read_text() == text
 

@@ -137,10 +137,10 @@ def test_packed_export(tmp_path, tokenizer, ids, monkeypatch):
         exact = checkpoint.load("scheme", "float32", CPU)(ids).logits
     assert (found.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
     assert (found - exact).norm() < BF16_TOLERANCE * exact.norm()
-    with pytest.raises(ValueError, match="holds weights in compressed-tensors only"):
+    with pytest.raises(ValueError, match="contains compressed-tensors weights only"):
         checkpoint.check("dense")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"not installed; pip install compressed-tensors"):
+    with pytest.raises(ValueError, match=r"not installed; run pip install compressed-tensors"):
         checkpoint.check("scheme")
 
 
@@ -187,7 +187,7 @@ def test_an_adapter_over_a_plain_model_that_was_converted(tmp_path, tokenizer, i
     assert not torch.equal(logits(dense, ids), logits(found, ids))
     assert next(metis_layers(dense), None) is None
     (tmp_path / "adapter/adapter_model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"without whole weights: no adapter_model\.safetensors"):
+    with pytest.raises(ValueError, match=r"with incomplete weights: no adapter_model\.safetensors"):
         open_checkpoint(tmp_path / "adapter")
 
 
@@ -202,7 +202,7 @@ def test_adapters_in_the_output_directory_of_a_trainer(tmp_path, tokenizer, capl
     weights = run / "checkpoint-10/adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     assert open_checkpoint(run).place == run / "checkpoint-2"
-    assert "checkpoint-10 is not whole (adapter_model.safetensors is cut short)" in caplog.text
+    assert "checkpoint-10 is incomplete (adapter_model.safetensors is truncated)" in caplog.text
     model.save_pretrained(run / "model")
     assert (open_checkpoint(run).place, open_checkpoint(run).label) == (run / "model", "run")
     with pytest.raises(ValueError, match=r"no checkpoint .* below it: .*/base .*/run"):
@@ -230,7 +230,7 @@ def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
     config = json.loads((tmp_path / "packed/config.json").read_text())
     config["quantization_config"]["format"] = "int-quantized"
     (tmp_path / "packed/config.json").write_text(json.dumps(config))
-    said = r"quantizes inputs \(int-quantized\), which .* bfloat16 alone"
+    said = r"quantizes inputs \(int-quantized\), which .* only in bfloat16"
     with pytest.raises(ValueError, match=said):
         open_checkpoint(tmp_path / "packed").load("scheme", "float32", CPU)
 
@@ -269,19 +269,22 @@ def test_refusals(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match="nowhere is not a directory; name a checkpoint"):
         open_checkpoint(tmp_path / "nowhere")
     save(tmp_path / "runs" / "one" / "model", None)
-    with pytest.raises(ValueError, match=r"runs holds no checkpoint .* below it: .*runs/one"):
+    with pytest.raises(ValueError, match=r"runs contains no checkpoint .* below it: .*runs/one"):
         open_checkpoint(tmp_path / "runs")
     adapter = tmp_path / "adapter"
     for settings, message in (
         ({"task_type": "SEQ_CLS", "base_model_name_or_path": "x"}, "of x for SEQ_CLS"),
         ({"base_model_name_or_path": None}, "of a model without name for no task"),
-        ({"base_model_name_or_path": str(tmp_path / "gone")}, "its model is not there: .*Correct"),
+        (
+            {"base_model_name_or_path": str(tmp_path / "gone")},
+            "its base model was not found: .*Correct",
+        ),
     ):
         LoraConfig(**settings).save_pretrained(adapter)
         with pytest.raises(ValueError, match=message):
             open_checkpoint(adapter)
     bare = save(tmp_path / "bare", None)
-    with pytest.raises(ValueError, match="bare holds no tokenizer; save it there with"):
+    with pytest.raises(ValueError, match="bare contains no tokenizer; save one there with"):
         open_checkpoint(bare).tokenizer()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     assert open_checkpoint(bare).tokenizer(tmp_path / "tokenizer").vocab_size == len(tokenizer)
@@ -308,7 +311,7 @@ def test_an_encoder_is_refused(tmp_path):
     for decoder in (False, True):
         bert("LMHeadModel", is_decoder=decoder).save_pretrained(tmp_path / str(decoder))
     encoder, decoder = (open_checkpoint(tmp_path / name) for name in ("False", "True"))
-    with pytest.raises(ValueError, match=r"a bert encoder: .*config\.json has is_decoder: true"):
+    with pytest.raises(ValueError, match=r"a bert encoder: .*is_decoder: true in its config\.json"):
         encoder.config()
     assert decoder.load("scheme", "auto", CPU).config.is_decoder
     # Models whose class does not read the field are causal, whatever a config.json carries.
@@ -325,7 +328,7 @@ def test_files_cut_short_are_named(tmp_path, tokenizer):
     for name in ("tokenizer_config.json", "tokenizer.json", "config.json"):
         text = (place / name).read_text()
         (place / name).write_text(text[: len(text) // 2])
-        with pytest.raises(ValueError, match=rf"{name} is (cut short|not a whole JSON file)"):
+        with pytest.raises(ValueError, match=rf"{name} is (truncated|not a valid JSON file)"):
             open_checkpoint(place).tokenizer()
         (place / name).write_text(text)
 
@@ -340,5 +343,7 @@ def test_added_tokens_beyond_the_model_may_stay_unused(tmp_path, tokenizer):
     assert run(*given).exit_code == 0
     tokenizer.bos_token = "<unused599>"  # what rolling likelihoods begin with
     tokenizer.save_pretrained(place)
-    with pytest.raises(ValueError, match=r"gives tokens up to \d+, and the model knows 512"):
+    with pytest.raises(
+        ValueError, match=r"produces tokens up to \d+, but the model's vocabulary has 512"
+    ):
         raise run(*given).exception

@@ -76,7 +76,7 @@ def test_result_files_are_lm_evals_with_one_key_more(evaluated):
     out, printed = evaluated
     found = results(out)
     assert set(found) == {"bf16", "metis", "metis, dense"}
-    assert "one evaluation is all there is" in printed
+    assert "can be evaluated in only one precision" in printed
     for row in found.values():
         assert set(row) == {*LOCAL_TASKS, LOSS_TASK}
         for task in LOCAL_TASKS:
@@ -119,7 +119,7 @@ def test_finished_results_are_used_again(evaluated, runs, text, tmp_path, monkey
     given = [runs / "metis", "--tasks-dir", DATA, "--text", text, "--out", out]
     done = run(*given)
     assert done.exit_code == 0, done.output
-    assert "finished before, taken from" in done.output.replace("\n", " ")
+    assert "already finished; using results in" in done.output.replace("\n", " ")
     assert not asked
     given += ["--tasks", "piqa"]
     for changed in (["--overwrite"], ["--limit", 2], ["--batch", 4], ["--dtype", "float32"]):
@@ -157,7 +157,9 @@ def test_a_task_is_evaluated_by_itself_and_once(runs, tmp_path, asked):
     done = run(runs / "metis", other, *given, "--tasks", "race,piqa")
     assert done.exit_code == 0, done.output
     assert asked == ["piqa", "race", "race", "piqa"]
-    assert f"{runs.name}/metis: piqa finished before" in done.output.replace("\n", " ")
+    assert f"{runs.name}/metis: piqa already finished; using results in" in done.output.replace(
+        "\n", " "
+    )
     done = run(runs / "metis", *given, "--tasks", "race,piqa", "--overwrite")
     assert asked[4:] == ["race", "piqa"]
     assert results(tmp_path / "out")["metis"]["piqa"]["results"] == before
@@ -178,7 +180,7 @@ def test_an_interrupted_row_goes_on_behind_its_last_task(runs, tmp_path, monkeyp
     assert asked == ["piqa", "race"]
     done = run(*given)
     assert done.exit_code == 0, done.output
-    assert "piqa finished before" in done.output.replace("\n", " ")
+    assert "piqa already finished; using results in" in done.output.replace("\n", " ")
     assert asked == ["piqa", "race", "race"]
 
 
@@ -195,7 +197,7 @@ def test_a_full_disk_is_named(runs, tmp_path, monkeypatch):
     monkeypatch.undo()
     again = run(runs / "bf16", "--tasks-dir", DATA, "--tasks", "piqa", "--out", tmp_path)
     assert again.exit_code == 0, again.output
-    assert "finished before" not in again.output
+    assert "already finished" not in again.output
 
 
 def test_damaged_results_are_named(runs, tmp_path):
@@ -343,7 +345,7 @@ def test_the_batch_size_that_was_chosen_is_remembered(runs, text, tmp_path, monk
         done = run(*given, *options)
         assert done.exit_code == 0, done.output
         assert f"Batch size {size} for all rows" in done.output
-        assert ("as it was chosen before" in done.output) == said
+        assert ("as chosen in an earlier run" in done.output) == said
 
 
 def test_held_out_text_is_read_as_it_is_meant(tmp_path):

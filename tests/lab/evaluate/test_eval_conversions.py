@@ -63,9 +63,9 @@ def test_a_dense_model_in_two_schemes(folder, evaluate, tmp_path):
     for name in ("nvfp4", "metis"):
         settings = found[f"base {name}"]["held_out_loss"]["metis"]["settings"]
         assert settings["conversion"]["scheme"] == name
-    assert "one evaluation is all there is" not in printed
+    assert "can be evaluated in only one precision" not in printed
     again, printed = evaluate(folder / "base", "--scheme", "nvfp4")
-    assert "finished before" in printed
+    assert "already finished; using results in" in printed
     assert again["base nvfp4"][0] == rows["base nvfp4"][0]
 
 
@@ -88,7 +88,9 @@ def test_trained_checkpoints_stay_as_they_are(folder):
     ):
         found, _ = choose_models([folder / "base", folder / "run"], [config], precision=precision)
         assert [one.scheme for one in found] == rows
-    with pytest.raises(ValueError, match=r"convert dense models, and there is none: run \(metis\)"):
+    with pytest.raises(
+        ValueError, match=r"convert dense models, but none was given: run \(metis\)"
+    ):
         choose_models([folder / "run"], [config])
 
 
@@ -142,7 +144,7 @@ def test_model_of_the_hub(folder, monkeypatch):
     assert control == "maker/model"
     (one,), _ = choose_models(["maker/model"], [MetisConfig(scheme="nvfp4")])
     assert (one.label, one.scheme) == ("maker/model", "nvfp4")
-    with pytest.raises(FileNotFoundError, match=r"maker/none is no directory, and the hub.*401"):
+    with pytest.raises(FileNotFoundError, match=r"maker/none is not a directory, and the hub.*401"):
         choose_models(["maker/none"])
     asked.clear()
     with pytest.raises(FileNotFoundError, match="is not a directory; name a checkpoint"):
@@ -162,7 +164,7 @@ def test_config_file(folder, tmp_path):
     for content, message in (
         ('{"scheme": "nvfp4", "rnk": 3}', r"config.json: unknown key 'rnk'.* did you mean"),
         ("[]", "expected a JSON object"),
-        ("{", "config.json is not a whole JSON file"),
+        ("{", "config.json is not a valid JSON file"),
     ):
         file.write_text(content)
         with pytest.raises(ValueError, match=message):

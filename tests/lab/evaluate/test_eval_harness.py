@@ -86,7 +86,7 @@ def test_precision_decides_the_model(checkpoint, metis_lm):
 def test_refusals(checkpoint, metis_lm, tmp_path):
     with pytest.raises(ValueError, match="precision='both'; expected one of scheme, dense"):
         metis_lm(str(checkpoint), precision="both")
-    with pytest.raises(ValueError, match="holds no checkpoint"):
+    with pytest.raises(ValueError, match="contains no checkpoint"):
         metis_lm(str(tmp_path), device="cpu")
 
 

@@ -269,5 +269,7 @@ def test_headline_picks_the_metric_of_the_table():
     assert (name, *map(math.isnan, numbers)) == ("acc_norm", True, True)
     name, value, error = result.headline("text")
     assert (name, value, math.isnan(error)) == ("bits_per_byte", 2.0, True)
-    with pytest.raises(ValueError, match=r"no results for 'boolq'; there are \['hellaswag'"):
+    with pytest.raises(
+        ValueError, match=r"no results for 'boolq'; there are results for \['hellaswag'"
+    ):
         result.headline("boolq")

@@ -32,7 +32,7 @@ def test_what_others_quantized_has_no_dense_weights(tmp_path):
     checkpoint = replace(checkpoint, quantization={"quant_method": "gptq"})
     assert checkpoint.precisions("both") == checkpoint.precisions("scheme") == ("scheme",)
     checkpoint.check("scheme")
-    with pytest.raises(ValueError, match="holds weights in gptq only, no dense ones"):
+    with pytest.raises(ValueError, match="contains gptq weights only, no dense ones"):
         checkpoint.check("dense")
 
 
@@ -54,7 +54,7 @@ def test_layers_that_transformers_cannot_unpack_late(tmp_path, ids):
     calibrate(model, [ids])
     model.save_pretrained(tmp_path / "run")
     report = export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
-    assert any("leaves inputs as they are, or with metis_hf.load_packed" in n for n in report.notes)
+    assert any("does not quantize inputs, or with metis_hf.load_packed" in n for n in report.notes)
     checkpoint = open_checkpoint(tmp_path / "out")
     expected = logits(model, ids)
     for dtype, bound in (("auto", 0.1), ("float32", 0.001)):

@@ -22,13 +22,15 @@ def test_refusals(runs, tmp_path):
     assert "tasks-dir" in refused("--tasks-dir", tmp_path / "nowhere")
     local = ("--tasks-dir", DATA, "--tasks")
     assert "fixtures/eval/mmlu.yaml is missing" in refused(*local, "mmlu")
-    assert "unknown tasks ['piqq'] (close to the first: ['piqa'" in refused("--tasks", "piqa,piqq")
+    assert "unknown tasks ['piqq'] (names similar to the first: ['piqa'" in refused(
+        "--tasks", "piqa,piqq"
+    )
     assert "named twice: piqa" in refused(*local, "piqa,piqa")
     for limit in ("0", "-3", "few", "=3", "race="):
         assert f"limit {limit!r}; expected a number of items" in refused(f"--limit={limit}")
     assert "limit for race, which is not" in refused("--limit", "race=2", *local, "piqa")
     assert "--batch 'big'; expected auto" in refused("--batch", "big")
-    assert "format png; expected some of md, tex, csv" in refused("--format", "png")
+    assert "unknown format png; choose from md, tex, csv" in refused("--format", "png")
     assert "metric 'f1'; expected acc" in refused("--metric", "f1")
     assert "metric for race, which is not" in refused("--metric", "race=acc", *local, "piqa")
     assert "device='warp'" in refused("--device", "warp", *local, "piqa")
@@ -54,12 +56,12 @@ def test_refused_before_the_first_evaluation(runs, tokenizer, tmp_path, monkeypa
     assert "t5 model, not a causal language model" in refused(good, tmp_path / "t5")
 
     dense = save(tmp_path / "dense", None, tokenizer)
-    assert "none of the evaluated schemes (dense) has a row" in refused(
+    assert "has no row of gpt2-130m for any of the evaluated schemes (dense)" in refused(
         dense, "--paper", "gpt2-130m"
     )
     train_tokenizer(documents()[:40], vocab_size=600).save_pretrained(tmp_path / "other")
     said = refused(good, "--tokenizer", tmp_path / "other")
-    assert "other) gives tokens up to 599, and the model knows 512" in said
+    assert "other) produces tokens up to 599, but the model's vocabulary has 512" in said
     without = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     without.save_pretrained(tmp_path / "without")
     said = refused(good, "--tokenizer", tmp_path / "without")
@@ -75,7 +77,7 @@ def test_unusable_text(runs, tmp_path):
         ("empty.txt", b"  \n", "is empty; give held-out text"),
         ("short.txt", b"Nine words are too few to measure a loss.", "needs at least 100"),
         ("binary.txt", b"\xff\xfe", "is not UTF-8"),
-        ("named.txt", b'\xef\xbb\xbf{"text": "x"}\n', "read as one text; name it named.jsonl"),
+        ("named.txt", b'\xef\xbb\xbf{"text": "x"}\n', "is plain text; rename it to named.jsonl"),
         ("rows.jsonl", b'{"text": "x"}\n{"txt": "x"}\n', 'line 2: field "text" is missing'),
         ("half.jsonl", b'{"text": "x"}\n{"text": "cut \\ud83d"}\n', "line 2: \\ud83d is one half"),
         ("cut.jsonl", b'{"text": "x"}\n{"te', "line 2 is not JSON"),

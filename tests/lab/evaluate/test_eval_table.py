@@ -73,7 +73,7 @@ def test_metric_choice():
     for option, hellaswag in (("acc", 25), ("acc_norm", 75), ("hellaswag=acc", 25)):
         table = compare([record("bf16")], TASKS, metrics=parse_metrics([option]))
         assert shown(table, 0, "bf16")["HellaSwag"] == hellaswag
-        lacks = any("acc_norm was asked for, which BoolQ does not have" in n for n in table.notes)
+        lacks = any("BoolQ does not have the requested metric acc_norm" in n for n in table.notes)
         assert lacks == (option == "acc_norm")
     with pytest.raises(ValueError, match="'boolq' has no metric 'acc_norm'; it has acc"):
         compare([record("bf16")], TASKS, metrics={"boolq": "acc_norm"})
@@ -105,7 +105,9 @@ def test_control_is_bf16_unless_named():
     named = compare(records, TASKS, control="metis").blocks[1]
     assert [row.name for row in named.rows] == ["nvfp4", "bf16"]
     assert [block.kind for block in compare(records[::2], TASKS).blocks] == ["measured"]
-    with pytest.raises(ValueError, match="control='fp8'; there are nvfp4, bf16, metis"):
+    with pytest.raises(
+        ValueError, match="control='fp8'; choose one of the rows: nvfp4, bf16, metis"
+    ):
         compare(records, TASKS, control="fp8")
 
 
@@ -145,10 +147,11 @@ def test_published_rows_and_differences():
     lines = formats.markdown(table).splitlines()
     assert any(line.startswith("| BF16 (published) | 2.44 | 59.2 | 50.9 |") for line in lines)
     assert any(line.startswith("| metis | +0.03 | -8.5 ±28.9 |") for line in lines)
-    assert any("not their numbers" in note for note in table.notes)
-    with pytest.raises(ValueError, match="paper='gpt3'; the paper has gpt2-130m, gpt2-1b1"):
+    assert any("not its numbers" in note for note in table.notes)
+    match = "paper='gpt3'; choose a model of the paper: gpt2-130m, gpt2-1b1"
+    with pytest.raises(ValueError, match=match):
         compare([record("bf16")], TASKS, published="gpt3")
-    with pytest.raises(ValueError, match=r"none of the evaluated schemes \(bf16-split\)"):
+    with pytest.raises(ValueError, match=r"any of the evaluated schemes \(bf16-split\)"):
         compare([record("bf16-split")], TASKS, published="gpt2-130m")
 
 

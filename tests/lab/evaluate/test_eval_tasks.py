@@ -68,8 +68,8 @@ WRONG = (
     ("arc_challenge", "choices", {"text": ["a", "b"]}, "of one length"),
     ("boolq", "label", True, "0 for no, 1 for yes"),
     ("lambada_openai", "text", "word", "at least two words"),
-    ("lambada_openai", "text", "a last word ", "which is asked for"),
-    ("lambada_openai", "text", "a last word\n", "which is asked for"),
+    ("lambada_openai", "text", "a last word ", "the last one, which the model must predict"),
+    ("lambada_openai", "text", "a last word\n", "the last one, which the model must predict"),
     ("piqa", "label", "0", "0 for sol1, 1 for sol2"),
     ("race", "problems", [{"question": "q"}], "repr, as a string"),
     ("hellaswag", "label", 0, '"0" to "3", a string'),
@@ -86,7 +86,7 @@ def test_wrong_field_is_named_with_its_line(tmp_path):
         assert expected in str(caught.value)
         del (row := rows(task)[0])[name]
         (tmp_path / f"{task}.jsonl").write_text("\n\n" + json.dumps(row))
-        with pytest.raises(ValueError, match=rf'line 3: field "{name}" is missing; there are'):
+        with pytest.raises(ValueError, match=rf'line 3: field "{name}" is missing; the line has'):
             plan_tasks([task], tmp_path)
 
 
@@ -118,7 +118,9 @@ def test_names_without_a_score_of_their_own(tmp_path):
         (tmp_path / f"{name}.yaml").write_text(content)
     assert [task.name for task in plan_tasks(["mean"], tmp_path)] == ["mean"]
     for name in ("several", "bare"):
-        with pytest.raises(ValueError, match=f"{name} has no score of its own: .* for one, two;"):
+        with pytest.raises(
+            ValueError, match=f"{name} has no score of its own, .* group of one, two;"
+        ):
             plan_tasks([name], tmp_path)
 
 

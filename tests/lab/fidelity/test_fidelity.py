@@ -219,7 +219,7 @@ class TestConverted:
         model = get_metis_model(load(place), MetisConfig(rank=8, split_weight=True))
         before = dict(metis_layers(model))
         with (
-            pytest.raises(ValueError, match=r"converted already.*call to_dense\(model\) first"),
+            pytest.raises(ValueError, match=r"already converted.*call to_dense\(model\) first"),
             converted(model, MetisConfig(scheme="nvfp4")),
         ):
             pass
@@ -316,7 +316,7 @@ class TestFiles:
         shutil.copytree(measured[0], tmp_path / "out")
         (part,) = (tmp_path / "out" / "measured" / "nvfp4-rne").glob("loss*")
         part.write_text(part.read_text()[:-20])
-        with pytest.raises(DamagedRecord, match=rf"{part} is not a whole JSON file.*; delete it"):
+        with pytest.raises(DamagedRecord, match=rf"{part} is not a valid JSON file.*; delete it"):
             fidelity(settings(place, schemes=("nvfp4-rne",), alone=()), tmp_path / "out")
         part.unlink()
         (again,) = fidelity(settings(place, schemes=("nvfp4-rne",), alone=()), tmp_path / "out")

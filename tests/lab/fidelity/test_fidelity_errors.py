@@ -35,18 +35,18 @@ class TestBadInput:
         )
         transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
         transformers.AutoTokenizer.from_pretrained(place / "model").save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=r"32 tokens do not fit the context of .*, 16"):
+        with pytest.raises(ValueError, match=r"32 tokens do not fit in the context of .*, 16"):
             ModelAndText(str(tmp_path), place / "text.txt", sequences=3, length=32, batch=1).open()
 
     def test_settings(self, place, tmp_path):
         for changes, message in (
             ({"schemes": ("metsi",)}, r"did you mean 'metis'\?"),
-            ({"schemes": ("metis", "metis")}, "two rows would be called metis: name each"),
-            ({"schemes": ()}, "nothing to measure: name schemes, or all"),
-            ({"length": 65}, "do not fit the context of"),
+            ({"schemes": ("metis", "metis")}, "two rows would be called metis; give each"),
+            ({"schemes": ()}, "nothing to measure; name schemes \(or all of them\)"),
+            ({"length": 65}, "do not fit in the context of"),
             ({"sequences": 2}, "choose at least 3 sequences"),
-            ({"ranks": (8, 8)}, "two rows would be called metis, rank 8:"),
-            ({"alone": ("nvida",)}, "'nvida' is not among what is measured"),
+            ({"ranks": (8, 8)}, "two rows would be called metis, rank 8; give"),
+            ({"alone": ("nvida",)}, "'nvida' is not one of the measured rows"),
             ({"dtype": "float4"}, "dtype 'float4' is not known"),
             ({"tokens_per_step": 0}, "tokens_per_step=0"),
         ):
@@ -65,7 +65,9 @@ class TestBadInput:
 
         monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
         monkeypatch.setattr(gradients, "run_batches", fail)
-        with pytest.raises(OSError, match=r"No space left on device; .* need 0\.\d+ MiB, twice"):
+        with pytest.raises(
+            OSError, match=r"No space left on device; two gradient files of 0\.\d+ MiB each"
+        ):
             fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
         assert not (tmp_path / "gradients").exists()
 
@@ -89,7 +91,7 @@ class TestBadInput:
     def test_no_tokenizer(self, place, tmp_path):
         load(place).save_pretrained(tmp_path / "model")
         bare = Settings(str(tmp_path / "model"), place / "text.txt", **SMALL)
-        with pytest.raises(ValueError, match="holds no tokenizer"):
+        with pytest.raises(ValueError, match="contains no tokenizer"):
             fidelity(bare, tmp_path / "out")
         given = replace(bare, tokenizer=str(place / "model"), schemes=("bf16",), alone=())
         assert fidelity(given, tmp_path / "out")[0].rise.mean == 0

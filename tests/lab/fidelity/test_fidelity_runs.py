@@ -122,10 +122,10 @@ def test_a_batch_with_few_tokens_for_a_split_is_named(place, tmp_path, monkeypat
         main()
     assert done.value.code in (0, None)
     printed = " ".join(capsys.readouterr().out.split())
-    warned = "metis, rank 5: a batch of 48 tokens has 9.6 for each of the 5 directions that the"
+    warned = "metis, rank 5: a batch of 48 tokens has only 9.6 tokens for each of the 5 directions"
     for text in (printed, (tmp_path / "index.html").read_text()):
         assert warned in text
-        assert "Measure in batches of 3 sequences or more" in text
+        assert "Measure in batches of at least 3 sequences" in text
         assert text.count("a batch of 48 tokens") == 1
     assert re.search(r"│ nvfp4-rne │ 0\.\d{4} ± 0\.\d{4} │ [+-]\d\.\d\d ± \d\.\d\d │", printed)
 

@@ -67,8 +67,8 @@ def test_layers_alone_are_listed_from_the_largest_divergence(tmp_path):
     layers = {"a": {"kl": 0.1, "loss": 0.5}, "b": {"kl": 0.3, "loss": -0.25}}
     alone = {"layers": layers, "whole": {"kl": 0.5, "loss": 1.0}}
     page = page_of(tmp_path, result("x", [4.0], [1.0], alone=alone))
-    assert "sum to 0.4000 nats, all together give 0.5000;" in page
-    assert "loss rises sum to +0.25 %, all together +1.00 %." in page
+    assert "sum to 0.4000 nats; with all layers quantized together, the KL is 0.5000." in page
+    assert "loss rises sum to +0.25 %; together, the loss rise is +1.00 %." in page
     assert "b 0.30000 75.0 -0.250 a 0.10000 25.0 +0.500" in page
 
 

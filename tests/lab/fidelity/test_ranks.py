@@ -171,13 +171,16 @@ class TestRefusals:
             yield
 
         for changes, said in (
-            ({"config": MetisConfig(scheme="nvidia")}, "splits no operand"),
-            ({"budget": 0.001}, r"a budget of 0.1% is less than rank 2 everywhere takes, \d+"),
-            ({"ranks": (8, 4)}, "that rise"),
-            ({"ranks": ()}, "that rise"),
-            ({"batches": []}, "there is none"),
+            ({"config": MetisConfig(scheme="nvidia")}, "does not split any operand"),
+            (
+                {"budget": 0.001},
+                r"a budget of 0.1% is too small: rank 2 in all layers already costs \d+",
+            ),
+            ({"ranks": (8, 4)}, "expected ascending whole numbers"),
+            ({"ranks": ()}, "expected ascending whole numbers"),
+            ({"batches": []}, "at least one batch of text"),
             ({"budget": float("nan")}, "a budget of nan%; expected a number"),
-            ({"tokens": 0}, "tokens=0 of a step"),
+            ({"tokens": 0}, "tokens=0 per step"),
         ):
             arguments = {"batches": measured(), "budget": 0.6, "ranks": RANKS, "tokens": 512}
             with pytest.raises(ValueError, match=said):
@@ -186,17 +189,17 @@ class TestRefusals:
     def test_before_the_model_is_opened(self, tmp_path, monkeypatch):
         model = ModelAndText("no model", tmp_path / "no text")
         for changes, said in (
-            ({"out": "nowhere/x.json"}, "x.json cannot be written; name a file in a directory"),
+            ({"out": "nowhere/x.json"}, "x.json cannot be written; name a file in an existing"),
             ({"out": "."}, "cannot be written"),
             ({"budget": float("nan")}, "a budget of nan%"),
-            ({"tokens": 0}, "tokens=0 of a step"),
+            ({"tokens": 0}, "tokens=0 per step"),
         ):
             arguments = {"budget": 0.6, "out": "x.json"} | changes
             arguments["out"] = tmp_path / arguments["out"]
             with pytest.raises(ValueError, match=said):
                 write_ranks(model, **arguments)
         monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
-        with pytest.raises(ValueError, match=r"x.json cannot be written; .* may be written to"):
+        with pytest.raises(ValueError, match=r"x.json cannot be written; .* writable directory"):
             write_ranks(model, 0.6, tmp_path / "x.json")
 
 
@@ -244,7 +247,9 @@ class TestCommand:
     def test_files_that_are_no_configs(self, tmp_path):
         path = tmp_path / "metis.json"
         path.write_text('{"rank": "many"}')
-        with pytest.raises(ValueError, match=r"metis.json holds no config: rank='many'"):
+        with pytest.raises(
+            ValueError, match=r"metis.json does not contain a valid config: rank='many'"
+        ):
             Settings("model", path, configs=(path,)).candidates()
         path.write_bytes(b"\xff")
         with pytest.raises(ValueError, match=r"metis.json is not UTF-8 text"):

@@ -63,9 +63,9 @@ class TestPage:
             "12 of 12 steps",
             f"The last logged loss is {losses[-1]:.4g} at step 12; the lowest is {min(losses):.4g}",
             "All logged losses and all measured tensors are finite.",
-            "does not fall below √3 times its quantization noise",
+            "never falls below √3 times its quantization noise",
             "At step 12, the last measurement, the SQNR is lowest in model.layers.",
-            "refreshed 3 times, last at step 12, where 14 weights were decomposed again",
+            "refreshed 3 times, most recently at step 12, when 14 weights were decomposed again",
             "switched to scheme metis, high precision in the forward pass, at step 11.",
             f"{trained[1].model.metis_report.flops_share:.1%}",
             "refresh_interval",
@@ -200,7 +200,7 @@ class TestCommand:
         assert done.exit_code == 0, done.output
         text = html.unescape(out.read_text())
         assert f"{empty} was left out: {empty} has no record of a run; looked for" in text
-        assert f"{missing} was left out: {missing} is no directory" in text
+        assert f"{missing} was left out: {missing} is not a directory" in text
         view = browser.open_page(out, tmp_path, browser.sort_by("steps not finite"))
         assert view.console == []
         assert view.result("down") == "3|0"
@@ -214,7 +214,9 @@ class TestCommand:
         assert "nothing is quantized" in " ".join(findings(run))
 
     def test_errors(self, copy, tmp_path):
-        with pytest.raises(ValueError, match="is a directory; give the page's file, as in "):
+        with pytest.raises(
+            ValueError, match="is a directory; give a file name for the page, for example "
+        ):
             write_report([copy], tmp_path)
         with pytest.raises(FileNotFoundError, match="none of the runs has a record"):
             write_report([tmp_path, tmp_path / "missing"])

@@ -73,7 +73,7 @@ class TestRealRun:
         run = read_run(copy)
         assert list(run.layers) == MEASURED[:-1]
         (note,) = run.notes
-        assert f"{HEALTH_FILE}: line {len(lines)} is half-written" in note
+        assert f"{HEALTH_FILE}: line {len(lines)} is incomplete" in note
         assert note in run_page(run).render()
 
     def test_losses_or_health_alone(self, copy):
@@ -155,31 +155,33 @@ KINDS = {
     "a step below zero": (health(-2, "step"), "left out line 2 (no step"),
     "an infinite step": (health(math.inf, "step"), "left out line 2 (no step"),
     "a huge step": (health(10**30, "step"), "left out line 2 (no step"),
-    "no object": (put([1], HEALTH_FILE, 1), "line 2 (no JSON object)"),
+    "no object": (put([1], HEALTH_FILE, 1), "line 2 (not a JSON object)"),
     "layers as a list": (health([1], "layers"), "layers in line 2 (it is list"),
-    "no layers": (health({}, "layers"), "layers in line 2 (it has no layer)"),
-    "a layer as a number": (health(3, "layers", LAYER), f"({LAYER} is 3, no object)"),
+    "no layers": (health({}, "layers"), "layers in line 2 (it has no layers)"),
+    "a layer as a number": (health(3, "layers", LAYER), f"({LAYER} is 3, not an object)"),
     "a statistic as text": (
         health("NaN", "layers", LAYER, "weight", "sqnr_db"),
-        f"({LAYER}, weight, sqnr_db is 'NaN', no number)",
+        f"({LAYER}, weight, sqnr_db is 'NaN', not a number)",
     ),
     "a statistic beyond fp32": (
         health(10**400, "layers", LAYER, "weight", "sqnr_db"), "beyond the range of fp32",
     ),
     "a norm alone": (health([1.0], "noise", LAYER), "noise in line 2"),
-    "norms as text": (health("ab", "noise", LAYER), "is 'ab', no pair of norms"),
-    "no noise at all": (health([1.0, 0.0], "noise", LAYER), "a norm below 0, or no noise"),
+    "norms as text": (health("ab", "noise", LAYER), "is 'ab', not a pair of norms"),
+    "no noise at all": (health([1.0, 0.0], "noise", LAYER), "with a negative norm or no noise"),
     "a refresh of nothing": (health({}, "refresh"), "refresh in line 2"),
     "a refresh without its end": (
         health({"before": {}}, "refresh", LAYER), f"({LAYER} lacks the orthogonality",
     ),
     "a switch to a number": (health(4, "switch"), "switch in line 2 (it is 4"),
     "passes as text": (health("forward", "switch", "high_precision"), "high_precision is 'forwa"),
-    "a loss as text": (put("x", LOG_FILE, 1, "loss"), "left out line 2 (loss is 'x', no number)"),
+    "a loss as text": (
+        put("x", LOG_FILE, 1, "loss"), "left out line 2 (loss is 'x', not a number)",
+    ),
     "an entry without a step": (
         put(None, LOG_FILE, 1, "step"), f"{LOG_FILE}: left out line 2 (no step",
     ),
-    "a config as a list": (put(["x"], RUN_FILE, "config"), "config is list: it was left out"),
+    "a config as a list": (put(["x"], RUN_FILE, "config"), "config is list and was left out"),
     "a summary as a number": (put(5, RUN_FILE, "summary"), "summary is 5"),
     "steps as text": (put("3", RUN_FILE, "max_steps"), "max_steps is '3'"),
 }  # fmt: skip
@@ -209,7 +211,9 @@ class TestLeftOut:
             said = " ".join(run.notes)
             for name in (HEALTH_FILE, LOG_FILE):
                 assert f"{name}: left out line 2 (" in said
-                assert re.search(rf"{name}: line \d is half-written, as a kil", said)
+                assert re.search(
+                    rf"{name}: line \d is incomplete, probably because the run was kil", said
+                )
 
     def test_a_whole_file(self, tmp_path):
         """Its bytes, or a directory in its place."""
@@ -223,7 +227,7 @@ class TestLeftOut:
             run = read_run(folder)
             assert run.series("loss")[0] == [1, 2, 3]
             (note,) = run.notes
-            assert note == f"{RUN_FILE} is half-written or no JSON object: it was left out."
+            assert note == f"{RUN_FILE} is incomplete or not a JSON object and was left out."
 
 
 def test_last_step_and_switches(tmp_path):
@@ -307,7 +311,7 @@ def test_share_of_the_flops_in_fp4(tmp_path):
 
 class TestErrors:
     def test_no_directory(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="nowhere is no directory"):
+        with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
             read_run(tmp_path / "nowhere")
 
     def test_no_record_names_what_was_looked_for(self, tmp_path):
@@ -320,7 +324,7 @@ class TestErrors:
         for name in inside:
             (tmp_path / name).mkdir(parents=True)
             (tmp_path / name / LOG_FILE).write_text("{}")
-        with pytest.raises(FileNotFoundError, match=f"holds the runs {', '.join(inside)}:"):
+        with pytest.raises(FileNotFoundError, match=f"contains the runs {', '.join(inside)}; give"):
             read_run(tmp_path)
 
 

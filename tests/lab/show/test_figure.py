@@ -52,7 +52,7 @@ class TestStyles:
 
     def test_more_names_than_styles(self):
         names = [f"scheme {n}" for n in range(36)]
-        with pytest.raises(ValueError, match="36 schemes in one picture"):
+        with pytest.raises(ValueError, match="one figure cannot show 36 schemes, because only 35"):
             scheme_styles(names)
         styles = scheme_styles(names, repeat=True)
         assert styles["scheme 35"] == styles["scheme 0"] != styles["scheme 1"]

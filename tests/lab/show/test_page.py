@@ -58,7 +58,7 @@ class TestText:
         assert heads == [(' class="words"', "name"), ("", "value"), (' class="words"', "word")]
 
     def test_rows_are_as_long_as_the_header(self):
-        with pytest.raises(ValueError, match="a row has 1 cells, the header 2"):
+        with pytest.raises(ValueError, match="a row has 1 cells, but the header has 2"):
             Page("x").table(["a", "b"], [["1"]])
         assert "<tbody>" in Page("x").table(["a", "b"], []).render()
 
