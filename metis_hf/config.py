@@ -92,9 +92,8 @@ class MetisConfig:
         backward_rounding: element rounding of gradients, overriding the scheme's.
         scale_rounding: rounding of block scales, overriding the scheme's.
         high_precision: passes that run unquantized: any of "forward", "backward".
-        attention: the scheme that quantizes the two products of attention, queries by keys and
-            probabilities by values; None leaves them unquantized (`layers.attention`).
-        two_level: one fp32 scale per tensor above the block scales. False warns: gradients underflow.
+        attention: the scheme that quantizes the products of attention; None leaves them alone.
+        two_level: an fp32 scale per tensor above block scales; without it, gradients underflow.
         outer_scale: "tensor" has one such fp32 scale per tensor, "token" one per row of inputs and
             output gradients, in copies whose blocks lie along the rows. Weights, and copies with
             blocks along tokens, keep one per tensor.
