@@ -53,9 +53,7 @@ SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")  # for the part `c
 
 def compare(context: Context) -> Iterator[Item]:
     if context.data is None:
-        raise Skipped(
-            "no tokens were given; pass --data DIR, a folder that recipes/prepare_data.py wrote"
-        )
+        raise Skipped("no tokens were given; pass --data DIR, from recipes/prepare_data.py")
     from on_gpu.compare import compare as items
 
     yield from items(context)
@@ -123,21 +121,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="make gpu", description=summary)
     parser.add_argument(
-        "--parts",
-        type=names,
-        default=list(PARTS),
-        help="comma-separated parts to measure; default: all",
+        "--parts", type=names, default=list(PARTS), help="comma-separated parts; default: all"
     )
     parser.add_argument(
-        "--minutes",
-        type=float,
-        default=40.0,
-        help="minutes after which no further measurement starts; default: 40",
+        "--minutes", type=float, default=40.0, help="start nothing after so many; default: 40"
     )
     parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for the record and the page; the checkout gets copies if it is writable",
+        "--out", type=Path, help="folder for record and page; also copied to the checkout"
     )
     parser.add_argument("--name", help="name of the record; default: name of the GPU")
     parser.add_argument("--again", action="store_true", help="measure the parts again")
@@ -146,33 +136,20 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--quick", action="store_true", help="use tiny sizes, to check that everything runs"
     )
     parser.add_argument("--model", help="for fidelity: directory of a causal language model")
+    parser.add_argument("--text", type=Path, help="for fidelity: UTF-8 file; for scale: folder")
+    parser.add_argument("--data", type=Path, help="for compare and scale: chunked tokens")
     parser.add_argument(
-        "--text",
-        type=Path,
-        help="for fidelity: a UTF-8 file; for scale: a folder of .txt or .txt.xz files",
-    )
-    parser.add_argument(
-        "--data", type=Path, help="for compare and scale: directory of chunked tokens"
-    )
-    parser.add_argument(
-        "--peers",
-        type=Path,
-        help="for layer: folder with checkouts of other libraries, see CONTRIBUTING.md",
+        "--peers", type=Path, help="for layer: checkouts of other libraries, see CONTRIBUTING.md"
     )
     parser.add_argument(
         "--schemes", type=schemes, default=SCHEMES,
         help=f"for compare: comma-separated schemes; default: {','.join(SCHEMES)}",
     )  # fmt: skip
     parser.add_argument(
-        "--train-minutes",
-        type=float,
-        default=12.0,
-        help="for compare: minutes of training, for all schemes together; default: 12",
+        "--train-minutes", type=float, default=12.0, help="for compare, in total; default: 12"
     )
     parser.add_argument(
-        "--work",
-        type=Path,
-        help="folder for checkpoints, which is kept between calls; default: runs/gpu-NAME",
+        "--work", type=Path, help="folder kept between calls; default: runs/gpu-NAME"
     )
     args = parser.parse_args(given)
     if args.device is None:
@@ -196,9 +173,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def _check_inputs(args: argparse.Namespace) -> None:
     """Refuse missing inputs before any part is measured."""
     if args.model is not None and not Path(args.model).is_dir():
-        raise FileNotFoundError(
-            f"--model {args.model} is not a directory; models are not downloaded"
-        )
+        raise FileNotFoundError(f"--model {args.model} is not a directory")
     if args.model is not None and not args.text.is_file():
         raise FileNotFoundError(f"--text {args.text} is not a file")
     if args.peers is not None and not args.peers.is_dir():
@@ -319,10 +294,7 @@ def _measure_anew(
         old = record.part(part)
         has_any = bool(old.items or old.errors)
         if has_any and clock.left() <= 0:
-            say(
-                f"{part}: not measured again, because no time was left; its earlier results are "
-                "kept"
-            )
+            say(f"{part}: not measured again, no time was left; its earlier results are kept")
             continue
         same = context.options.get(part, old.options) == old.options
         new = record.parts[part] = old.anew() if has_any and same else Entry()

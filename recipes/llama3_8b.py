@@ -106,49 +106,30 @@ class RecipeArguments:
     """Arguments of the recipe besides TrainingArguments and those that `parse_arguments` adds."""
 
     data: str | None = field(
-        default=None,
-        metadata={"help": "Directory of training data written by recipes/prepare_data.py."},
+        default=None, metadata={"help": "Training data: a folder from recipes/prepare_data.py."}
     )
     scheme: str = field(
         default="metis", metadata={"help": f"Quantization scheme: {', '.join(scheme_names())}."}
     )
-    tokens: float = field(
-        default=100e9, metadata={"help": "Number of training tokens, unless --max_steps is given."}
-    )
+    tokens: float = field(default=100e9, metadata={"help": "Used unless --max_steps is given."})
     sequence_length: int = field(default=1024, metadata={"help": "Sequence length in tokens."})
     global_batch: int = field(
         default=512, metadata={"help": "Sequences per optimizer step, over all processes."}
     )
     eval_sequences: int = field(
-        default=1024,
-        metadata={
-            "help": "Number of held-out sequences, from DATA/validation or else from the end."
-        },
+        default=1024, metadata={"help": "From DATA/validation, or else from the end of the data."}
     )
     health_interval: int = field(
-        default=500,
-        metadata={
-            "help": "Number of steps between measurements of spectral health; 0 turns them off."
-        },
+        default=500, metadata={"help": "Steps between measurements of spectral health; 0: never."}
     )
     resume: bool = field(
-        default=False,
-        metadata={"help": "Resume from the last checkpoint in --output_dir, if there is one."},
+        default=False, metadata={"help": "Resume from the last checkpoint in --output_dir."}
     )
     smoke: bool = field(default=False, metadata={"help": "Train a tiny model on the CPU."})
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Print the tokens, steps, time and memory of the run, and exit."},
-    )
-    world_size: int | None = field(
-        default=None, metadata={"help": "Number of processes that --dry-run assumes."}
-    )
+    dry_run: bool = field(default=False, metadata={"help": "Print steps, time, memory; exit."})
+    world_size: int | None = field(default=None, metadata={"help": "Processes for --dry-run."})
     device: Literal["h100", "h200", "cpu"] | None = field(
-        default=None,
-        metadata={
-            "help": "Device for which --dry-run estimates times; default: this machine, or h200 if "
-            "the run would take this CPU more than a day."
-        },
+        default=None, metadata={"help": "Device for --dry-run; default: this machine, or h200."}
     )
     json: bool = field(default=False, metadata={"help": "Print the dry run as JSON."})
 
@@ -167,13 +148,9 @@ class RecipeArguments:
 def parse_arguments():
     """Parse arguments; the command line overrides --smoke, --config FILE.yaml, the defaults."""
     first = ArgumentParser(add_help=False)
-    first.add_argument(
-        "--config", help="YAML file of these arguments; the command line overrides it."
-    )
+    first.add_argument("--config", help="YAML of these arguments; the command line overrides it.")
     first.add_argument("--model", type=json.loads, default=MODEL, help="Model config as JSON.")
-    first.add_argument(
-        "--metis", type=json.loads, default={}, help="Further MetisConfig fields as JSON."
-    )
+    first.add_argument("--metis", type=json.loads, default={}, help="MetisConfig fields as JSON.")
     first.add_argument("--import", nargs="+", default=[], metavar="FILE_OR_MODULE",
                        help="Python files or modules that register your schemes.")  # fmt: skip
     parser = HfArgumentParser(

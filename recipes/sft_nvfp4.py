@@ -39,29 +39,14 @@ SMOKE = {
 
 @dataclass
 class Arguments:
-    model: str = field(
-        default="", metadata={"help": "Causal language model: a directory or a hub name."}
-    )
-    data: str = field(
-        default="",
-        metadata={
-            "help": "Training data: JSON lines that TRL accepts, or the hub name of a dataset."
-        },
-    )
-    export: str = field(
-        default="nvfp4", metadata={"help": "Output directory for the packed model."}
-    )
-    method: Literal["qad", "qat"] = field(
-        default="qad", metadata={"help": "Training method in four bits."}
-    )
+    model: str = field(default="", metadata={"help": "Causal LM: a directory or a hub name."})
+    data: str = field(default="", metadata={"help": "JSON lines for TRL, or a dataset's hub name."})
+    export: str = field(default="nvfp4", metadata={"help": "Directory for the packed model."})
+    method: Literal["qad", "qat"] = field(default="qad", metadata={"help": "Four-bit training."})
     scheme: Literal["w4a4", "w4a16"] = field(
-        default="w4a4",
-        metadata={"help": "Scheme to deploy: w4a4, or w4a16, which quantizes only the weights."},
+        default="w4a4", metadata={"help": "Scheme to deploy; w4a16 quantizes only the weights."}
     )
-    smoke: bool = field(
-        default=False,
-        metadata={"help": "Run all steps on the CPU in a minute, with a tiny model and text."},
-    )
+    smoke: bool = field(default=False, metadata={"help": "Run on the CPU in a minute, tiny."})
 
 
 class QatTrainer(MetisTrainerMixin, SFTTrainer):

@@ -150,7 +150,7 @@ def test_results_that_again_does_not_replace_stay(call, tmp_path):
     assert (status, [entry("kernels"), entry("compare")]) == (0, kept)
     assert (
         said[0]
-        == "kernels: not measured again, because no time was left; its earlier results are kept"
+        == "kernels: not measured again, no time was left; its earlier results are kept"
     )
     status, said = call({"kernels": good}, *both)  # compare is skipped: no tokens
     assert (status, entry("compare")) == (0, kept[1])
