@@ -148,10 +148,7 @@ def test_results_that_again_does_not_replace_stay(call, tmp_path):
     kept = [entry("kernels"), entry("compare")]
     status, said = call({"kernels": good, "compare": good}, *both, "--minutes", "0")
     assert (status, [entry("kernels"), entry("compare")]) == (0, kept)
-    assert (
-        said[0]
-        == "kernels: not measured again, no time was left; its earlier results are kept"
-    )
+    assert said[0] == "kernels: not measured again, no time was left; its earlier results are kept"
     status, said = call({"kernels": good}, *both)  # compare is skipped: no tokens
     assert (status, entry("compare")) == (0, kept[1])
     assert "compare: not measured again; its earlier results are kept" in said
