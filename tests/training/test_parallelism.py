@@ -68,10 +68,13 @@ def test_trainer_under_tensor_parallelism(ranks, tmp_path):
     ("case", "message"),
     [
         ("split", "tp_size=2 cannot shard .*q_proj, because its weight is stored in several"),
-        ("dense split", "fsdp_size=2 while a dense checkpoint is converted: .*save_pretrained"),
+        (
+            "dense split",
+            "fsdp_size=2 is not supported while a dense checkpoint is converted: .*save_pretrained",
+        ),
         ("converted late", "is already sharded over processes .tp_size=2."),
         ("narrow", "blocks of 32 along out_features=32 would be split between the 2 processes"),
-        ("experts", "tp_size=2 for converted experts"),
+        ("experts", "tp_size=2 is not supported for converted experts"),
         (
             "packed",
             r"packed cannot be loaded with DistributedConfig\(tp_size=2\): "
