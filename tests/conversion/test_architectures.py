@@ -36,7 +36,7 @@ from metis_hf import (
 # One scheme for each way to store weights and state.
 FORMS = ("nvfp4", "metis-paper", "omniquant", "svdquant")
 OTHERS = [name for name in scheme_names() if name not in FORMS]
-SPLIT = ("bf16-split", "metis-paper", "svdquant")
+SPLIT = ("bf16-split", "metis-paper", "svdquant", "metis-released", "mean-released")
 # One for each way in which architectures differ: plain, Conv1D, experts, two stacks, no decoder.
 QUICK = ("llama", "gpt2", "mixtral", "t5", "bert-masked")
 

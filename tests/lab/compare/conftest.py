@@ -39,6 +39,7 @@ def eval_directory(monkeypatch):
     """Imports of one script by another, and schemes that a script registers, end with the test."""
     monkeypatch.setattr(registry, "SCHEMES", dict(registry.SCHEMES))
     monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
-    sys.modules.pop("training_parts", None)  # so that it registers where it is imported again
+    for study in ("paper_parts", "training_parts"):
+        sys.modules.pop(study, None)  # so that it registers its schemes when imported again
     yield
     sys.modules.pop("training_parts", None)
