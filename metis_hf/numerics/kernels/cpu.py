@@ -162,11 +162,11 @@ def run(
     """Call a function of the library.
 
     Args:
-        task: its name.
+        task: name of the function.
         options: from `_options`.
-        shape: of the tensor that is quantized, or was.
-        seeds: of the noise.
-        tensors: by their names in `struct Call`.
+        shape: shape of the unpacked tensor.
+        seeds: seeds of the noise.
+        tensors: tensors by their names in `struct Call`; inputs need not be contiguous.
 
     Raises:
         CompilationError: the library cannot be compiled or loaded.
