@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -23,7 +22,7 @@ FAMILIES = {  # by config class, each under the first head that it has
     config: auto for auto, mapping in reversed(AUTO.items()) for config in mapping
 }
 FEWEST = 170  # families that must have passed; the others cannot be made tiny by these sizes
-NO_LINEAR = {"ibert"}  # its linear layers are of its own class
+NO_LINEAR = {"ibert"}  # has linear layers of a custom class only
 LARGEST = 20_000_000  # parameters
 SIZES: dict[str, Any] = {
     **dict.fromkeys(
@@ -104,13 +103,9 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return loss
 
 
-@functools.cache
-def logits_batch() -> torch.Tensor:
-    return torch.randint(3, 120, (2, 16), generator=torch.Generator().manual_seed(2))
-
-
 def logits_of(model: nn.Module) -> torch.Tensor:
-    ids = logits_batch()
+    torch.manual_seed(2)
+    ids = torch.randint(3, 120, (2, 16))
     extra = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(input_ids=ids, **extra).logits
@@ -147,5 +142,5 @@ def test_a_family_is_converted_trained_and_reloaded(config_class, tmp_path) -> N
 
 @pytest.mark.slow
 def test_most_families_took_part() -> None:
-    """After all others of this file, which run in its process."""
+    """Runs last, in the same process as all other tests of this file."""
     assert len(passed) >= FEWEST
