@@ -16,16 +16,14 @@
 // Elements per vector register. Compilers generate poor code for vectors wider than the machine's.
 #if defined(__AVX512F__)
 #define W 16
-#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define LANES(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), \
+    f(13), f(14), f(15)
 #elif defined(__AVX2__)
 #define W 8
-#define LOW 0, 8, 1, 9, 2, 10, 3, 11
-#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#define LANES(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
 #else
 #define W 4
-#define LOW 0, 4, 1, 5
-#define HIGH 2, 6, 3, 7
+#define LANES(f) f(0), f(1), f(2), f(3)
 #endif
 #define N (16 / W)
 #if defined(__clang__)
@@ -34,6 +32,7 @@
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline))
 #define EACH for (int i = 0; i < N; i++)
 
 typedef float Floats __attribute__((vector_size(4 * W)));
@@ -145,6 +144,14 @@ INLINE F at_most(F a, float top) {  // NaN stays NaN
   return pick(a > limit, limit, a);
 #endif
 }
+INLINE F exact_fma(F a, F b, F c) {  // a * b + c, for products that are exact
+#if defined(__FMA__)
+  EACH asm("vfmadd213ps %2, %1, %0" : "+v"(a.p[i]) : "v"(b.p[i]), "vm"(c.p[i]));
+  return a;
+#else
+  return a * b + c;
+#endif
+}
 INLINE I larger(I a, I b) {
 #if defined(__AVX2__)
   I r;
@@ -155,24 +162,37 @@ INLINE I larger(I a, I b) {
 #endif
 }
 
-// Interleaves the first or the second halves of two rows.
-INLINE I interleave(I a, I b, bool second) {
-  I r;
+// Exchanges the lanes of `a` that have bit S with the lanes of `b` that have not.
+#define KEPT(j) ((j) & S ? W + (j) - S : (j))
+#define MOVED(j) ((j) & S ? W + (j) : (j) + S)
+template <int S>
+INLINE void exchange(I &a, I &b) {
+  I x = a, y = b;
   EACH {
-    int half = i + (second ? N : 0), part = half / 2;
-    r.p[i] = half % 2 ? SHUFFLE(a.p[part], b.p[part], HIGH) : SHUFFLE(a.p[part], b.p[part], LOW);
+    const int apart = S / W;  // in registers
+    if constexpr (S < W) {
+      a.p[i] = SHUFFLE(x.p[i], y.p[i], LANES(KEPT));
+      b.p[i] = SHUFFLE(x.p[i], y.p[i], LANES(MOVED));
+    } else if (i & apart) {
+      a.p[i] = y.p[i - apart];
+    } else {
+      b.p[i] = x.p[i + apart];
+    }
   }
-  return r;
+}
+template <int S>
+INLINE void exchange_rows(I *t) {
+  for (int i = 0; i < 16; i++)
+    if (!(i & S)) exchange<S>(t[i], t[i + S]);
 }
 INLINE void transpose(F *t) {
-  for (int round = 0; round < 4; round++) {
-    F next[16];
-    for (int i = 0; i < 8; i++) {
-      next[2 * i] = number(interleave(bits(t[i]), bits(t[i + 8]), false));
-      next[2 * i + 1] = number(interleave(bits(t[i]), bits(t[i + 8]), true));
-    }
-    for (int i = 0; i < 16; i++) t[i] = next[i];
-  }
+  I rows[16];
+  for (int i = 0; i < 16; i++) rows[i] = bits(t[i]);
+  exchange_rows<8>(rows);
+  exchange_rows<4>(rows);
+  exchange_rows<2>(rows);
+  exchange_rows<1>(rows);
+  for (int i = 0; i < 16; i++) t[i] = number(rows[i]);
 }
 INLINE int32_t largest_lane(I a) {
   int32_t best = a.p[0][0];
@@ -241,21 +261,19 @@ INLINE void store(void *y, int64_t at, F v, int dtype) {
 }
 
 
-// An integer that, added to a float's bits, multiplies the float by twice E2M1's spacing at a: by
-// 1, 2 or 4, for a in [0, 6]. For NaN the result is arbitrary.
-INLINE I spacing_of(F a) {
-  I ones = all(0x3f800000);  // bits of magnitudes are ordered like the magnitudes
-  return (larger(bits(a), ones) & 0x7f800000) - ones;
+// Twice E2M1's spacing at a: 1, 2 or 4, for a in [0, 8). For NaN the result is arbitrary.
+INLINE F spacing_of(F a) {  // bits of magnitudes are ordered like the magnitudes
+  return number(larger(bits(a), all(0x3f800000)) & 0x7f800000);
 }
-INLINE F nearest(F a) {  // [0, 6] to E2M1, ties to even
-  F magic = number(bits(all(.5f * MAGIC)) + spacing_of(a));
-  return (a + magic) - magic;
+INLINE F nearest(F a) {  // [0, 7) to E2M1, ties to even
+  F spacing = spacing_of(a);
+  return exact_fma(spacing, all(-.5f * MAGIC), exact_fma(spacing, all(.5f * MAGIC), a));
 }
 INLINE F stochastic(F a, F uniform) {  // as `rounding.round_stochastic`
-  I spacing = spacing_of(a);
-  F steps = a * number(bits(all(2.f)) - spacing), whole = to_float(to_int(steps));
+  F spacing = spacing_of(a), inverse = number(all(0x7f000000) - bits(spacing));
+  F steps = a * (inverse * 2.f), whole = to_float(to_int(steps));
   F up = pick(steps - whole > uniform, all(1.f), all(0.f));
-  return pick(a == a, (whole + up) * number(bits(all(.5f)) + spacing), a);
+  return pick(a == a, (whole + up) * (spacing * .5f), a);
 }
 INLINE F e4m3(F v, int up) {  // rounds [0, 448] or NaN to E4M3, kept in fp32
   I b = bits(v), cut;
@@ -332,13 +350,14 @@ struct Call {
 };
 }
 
-static const int ABREAST = 4;  // most tiles processed together
+struct Shape {
+  int64_t columns, across;  // elements and spans per row
+};
 
-struct Task {
+struct Task : Shape {
   Options o;
   Call c;
   I lanes;
-  int64_t across;        // spans per row
   float encode, decode;  // the tensor's outer scale, if rows have none of their own
 
   int64_t spans() const { return c.rows * across; }
@@ -359,41 +378,45 @@ struct Task {
 struct Edge {
   int64_t at;
   int count;
-  Edge(int64_t span, int64_t across, int64_t columns) {
-    int64_t column = span % across * 16;
-    at = span / across * columns + column;
-    count = (int)std::min<int64_t>(16, columns - column);
+  Edge(int64_t span, Shape s) {
+    int64_t column = span % s.across * 16;
+    at = span / s.across * s.columns + column;
+    count = (int)std::min<int64_t>(16, s.columns - column);
   }
 };
-static __attribute__((noinline)) F load_edge(const void *x, Edge edge, int dtype) {
+APART F load_edge(const void *x, Edge edge, int dtype) {
   if (edge.count == 16) return load(x, edge.at, dtype);
   int size = dtype == FP32 ? 4 : 2;
   F buffer = all(0.f);
   memcpy(&buffer, (const char *)x + edge.at * size, edge.count * size);
   return load(&buffer, 0, dtype);
 }
-static __attribute__((noinline)) void store_edge(void *y, Edge edge, F v, int dtype) {
+APART void store_edge(void *y, Edge edge, F v, int dtype) {
   if (edge.count == 16) return store(y, edge.at, v, dtype);
   int size = dtype == FP32 ? 4 : 2;
   F buffer;
   store(&buffer, 0, v, dtype);
   memcpy((char *)y + edge.at * size, &buffer, edge.count * size);
 }
+INLINE F load_span(Shape s, const void *x, int64_t span, int dtype) {
+  return s.columns == s.across * 16 ? load(x, span * 16, dtype) : load_edge(x, Edge(span, s), dtype);
+}
 
-INLINE F load_span(const Task &t, const void *x, int64_t span, int dtype) {
-  if (t.c.columns == t.across * 16) return load(x, span * 16, dtype);
-  return load_edge(x, Edge(span, t.across, t.c.columns), dtype);
+// Calls work(shape, dtype, second matrix) with arguments that compilers can move out of its loops.
+template <typename Work>
+INLINE void with_dtype(const Task &t, int dtype, const float *other, Work work) {
+  Shape shape = t;
+  if (dtype == FP32) return work(shape, FP32, other);
+  if (dtype == BF16) return work(shape, BF16, other);
+  work(shape, FP16, other);
 }
-INLINE F read(const Task &t, int64_t span) {
-  F x = load_span(t, t.c.x, span, t.o.in);
-  return t.c.minus ? x - load_span(t, t.c.minus, span, FP32) : x;
-}
-INLINE void write(const Task &t, int64_t span, F v) {
-  if (t.c.plus) v = at_most(v, FLT_TOP) + load_span(t, t.c.plus, span, FP32);
-  if (t.c.columns == t.across * 16)
-    store(t.c.y, span * 16, v, t.o.out);
-  else
-    store_edge(t.c.y, Edge(span, t.across, t.c.columns), v, t.o.out);
+
+template <int S>
+INLINE void largest_of_pairs(I *a) {
+  for (int i = 0; i < S; i++) {
+    exchange<S>(a[i], a[i + S]);
+    a[i] = larger(a[i], a[i + S]);
+  }
 }
 
 // The largest magnitude of each block. Compared as integers, NaN is larger than all numbers.
@@ -401,9 +424,10 @@ INLINE F block_amax(const F *m, int tile) {
   I a[16];
   for (int r = 0; r < 16; r++) a[r] = bits(absolute(m[r]));
   if (tile == ROWS) {
-    for (int n = 8; n; n /= 2)
-      for (int i = 0; i < n; i++)
-        a[i] = larger(interleave(a[i], a[i + n], false), interleave(a[i], a[i + n], true));
+    largest_of_pairs<8>(a);
+    largest_of_pairs<4>(a);
+    largest_of_pairs<2>(a);
+    largest_of_pairs<1>(a);
     return number(a[0]);
   }
   for (int r = 1; r < 16; r++) a[0] = larger(a[0], a[r]);
@@ -423,23 +447,38 @@ INLINE Scales make_scale(F wanted, F decode, const Options &o) {
 
 INLINE I whole(F x, float top, float units) { return to_int(at_most(x, top) * units); }
 
-// The candidate scale with the least error; `a`: magnitudes, one block per lane.
-INLINE Scales least_error(const F *a, F amax, F encode, F decode, const Options &o) {
-  F base = amax / all(6.f), wanted[16];
+// Errors of a candidate scale; `a`: magnitudes, one block per lane; `owed`: -a in units of scales.
+template <bool CLAMP>
+INLINE I error_of(const F *a, const F *owed, Scales s, F to_base, const Options &o) {
+  I error = all(0);
+  for (int e = 0; e < 16; e++) {
+    F scaled = a[e] * s.inverse;
+    F code = nearest(CLAMP ? at_most(scaled, 6.f) : scaled);
+    F off = exact_fma(code, s.scale, owed[e]) * to_base, square = off * off;
+    error = error + to_int(CLAMP ? at_most(square, o.largest_error) : square);
+  }
+  return error;
+}
+
+// The candidate scale with the least error; `m`: elements, one block per lane.
+INLINE Scales least_error(const F *m, F amax, F encode, F decode, const Options &o) {
+  F base = amax / all(6.f), a[16], owed[16];
   if (o.two_level) base = base * encode;
   F to_base = all(1.f) / pick(base < o.smallest_base, all(o.smallest_base), base);
   to_base = to_base * o.error_root;  // a power of two, which scales squares to whole units
-  for (int e = 0; e < 16; e++)
-    wanted[e] = o.two_level ? at_most(a[e] * encode, FLT_TOP) : a[e];
+  for (int e = 0; e < 16; e++) {
+    a[e] = absolute(m[e]);
+    owed[e] = (o.two_level ? at_most(a[e] * encode, FLT_TOP) : a[e]) * -1.f;
+  }
+  // Where all candidates are normal numbers, they are within 1/8 of base * factor, so that scaled
+  // elements are below 7, which rounds to 6, and errors are below 1.9 * base: no clamp acts.
+  I tame = ((base > .02f) & (base < 450.f) & (decode > 1e-30f)) | (amax == all(0.f));
+  bool clamp = largest_lane(tame) == 0;
   Scales best = {};
   I least = all(0);
   for (int k = 0; k < o.tried; k++) {
     Scales s = make_scale(base * o.factors[k], decode, o);
-    I error = all(0);
-    for (int e = 0; e < 16; e++) {
-      F off = (nearest(at_most(a[e] * s.inverse, 6.f)) * s.scale - wanted[e]) * to_base;
-      error = error + to_int(at_most(off * off, o.largest_error));
-    }
+    I error = clamp ? error_of<true>(a, owed, s, to_base, o) : error_of<false>(a, owed, s, to_base, o);
     if (o.tile == SQUARES) error = all(sum_lanes(error));
     I better = k ? error < least : all(-1);
     best = {pick(better, s.scale, best.scale), pick(better, s.inverse, best.inverse), decode};
@@ -473,20 +512,22 @@ INLINE F encode_of(F largest, const Options &o) {
 
 INLINE Scales scales_of(const Task &t, int64_t tile, const F *m, int count) {
   const Options &o = t.o;
-  F amax = block_amax(m, o.tile), encode = all(t.encode), decode = all(t.decode);
+  F blocks[16], encode = all(t.encode), decode = all(t.decode);
+  bool transposed = o.tile == ROWS && o.rule != ABSMAX;
+  if (transposed) {
+    std::copy(m, m + 16, blocks);
+    transpose(blocks);
+    m = blocks;
+  }
+  F amax = block_amax(m, transposed ? COLUMNS : o.tile);
   if (o.two_level && o.by_row) {
     float rows[16] = {};
     for (int r = 0; r < count; r++) rows[r] = t.c.given[(tile * 16 + r) / t.across];
     encode = encode_of(load(rows, 0, FP32), o);
     decode = all(1.f) / encode;
   }
-  F seen[16];
-  if (o.rule != ABSMAX) {
-    for (int r = 0; r < 16; r++) seen[r] = o.rule == TRIED ? absolute(m[r]) : m[r];
-    if (o.tile == ROWS) transpose(seen);
-    if (o.rule == TRIED) return least_error(seen, amax, encode, decode, o);
-    amax = amax * o.clip;
-  }
+  if (o.rule == TRIED) return least_error(m, amax, encode, decode, o);
+  if (o.rule == EDEN) amax = amax * o.clip;
   F to_code = all(o.to_code);
   Scales s = make_scale(amax * (o.two_level ? encode * to_code : to_code), decode, o);
   if (o.rule == EDEN) {
@@ -495,19 +536,47 @@ INLINE Scales scales_of(const Task &t, int64_t tile, const F *m, int count) {
     I lanes = t.lanes;
     if (o.tile == SQUARES) lanes = bits(all(lane(number(lanes), tile % 16)));
     uint32_t block = mix((uint32_t)group + t.c.first) + t.c.second;
-    s.scale = corrected(seen, s, uniform(all((int32_t)block), lanes), o);
+    s.scale = corrected(m, s, uniform(all((int32_t)block), lanes), o);
   }
   return s;
 }
 
 struct Tile {
-  F m[16];
+  F m[16];  // elements, later their values
   Scales s;
   float scale[16], inverse[16], decode[16];  // for row blocks only
   I codes[16];
 };
 
-INLINE void prepare(const Task &t, int64_t tile, Tile &w, int count) {
+// The functions for tiles are not inlined: each is compiled once, and keeps its choices out of its
+// loops.
+APART void read_tile(const Task &t, int64_t first, int count, F *m) {
+  int64_t step = t.step();
+  with_dtype(t, t.o.in, t.c.minus, [=, x = t.c.x](Shape s, int dtype, const float *minus) {
+    for (int r = 0; r < count; r++) {
+      F v = load_span(s, x, first + r * step, dtype);
+      m[r] = minus ? v - load_span(s, minus, first + r * step, FP32) : v;
+    }
+  });
+  std::fill(m + count, m + 16, all(0.f));
+}
+
+APART void write_tile(const Task &t, int64_t first, int count, const F *m) {
+  int64_t step = t.step();
+  with_dtype(t, t.o.out, t.c.plus, [=, y = t.c.y](Shape s, int dtype, const float *plus) {
+    for (int r = 0; r < count; r++) {
+      int64_t span = first + r * step;
+      F v = m[r];
+      if (plus) v = at_most(v, FLT_TOP) + load_span(s, plus, span, FP32);
+      if (s.columns == s.across * 16)
+        store(y, span * 16, v, dtype);
+      else
+        store_edge(y, Edge(span, s), v, dtype);
+    }
+  });
+}
+
+APART void prepare(const Task &t, int64_t tile, Tile &w, int count) {
   w.s = scales_of(t, tile, w.m, count);
   if (t.o.tile != ROWS) return;
   store(w.scale, 0, w.s.scale, FP32);
@@ -518,27 +587,32 @@ INLINE void prepare(const Task &t, int64_t tile, Tile &w, int count) {
     if ((tile * 16 + r) % t.across == 0) t.c.decode[(tile * 16 + r) / t.across] = w.decode[r];
 }
 
-template <bool PACK>
-INLINE void round_span(const Task &t, int64_t span, Tile &w, int r) {
-  const Options &o = t.o;
-  bool row = o.tile == ROWS;
-  F y = w.m[r] * (row ? all(w.inverse[r]) : w.s.inverse), a = at_most(absolute(y), 6.f);
-  if (o.stochastic) {
-    uint32_t block = mix((uint32_t)span + t.c.first) + t.c.second;
-    a = stochastic(a, uniform(all((int32_t)block), t.lanes));
-  } else {
-    a = nearest(a);
+// Values go to `out`, in rows of 16 that are `apart` elements apart.
+template <bool PACK, bool ROW, bool STOCHASTIC>
+APART void round_tile(const Task &t, int64_t first, int count, Tile &w, float *out, int64_t apart) {
+  int64_t step = t.step();
+  I lanes = t.lanes;
+  uint32_t seed = t.c.first, added = t.c.second;
+  bool outer = t.o.two_level && t.o.scaled;
+  Scales s = w.s;
+  for (int r = 0; r < count; r++) {
+    F y = w.m[r] * (ROW ? all(w.inverse[r]) : s.inverse), a = at_most(absolute(y), 6.f);
+    if (STOCHASTIC) {
+      uint32_t block = mix((uint32_t)(first + r * step) + seed) + added;
+      a = stochastic(a, uniform(all((int32_t)block), lanes));
+    } else {
+      a = nearest(a);
+    }
+    if (PACK) {
+      w.codes[r] = e2m1_codes(a, y);
+      continue;
+    }
+    F v = number(bits(a) | (bits(y) & (int32_t)0x80000000)) * (ROW ? all(w.scale[r]) : s.scale);
+    store(out, r * apart, outer ? v * (ROW ? all(w.decode[r]) : s.decode) : v, FP32);
   }
-  if (PACK) {
-    w.codes[r] = e2m1_codes(a, y);
-    return;
-  }
-  F v = number(bits(a) | (bits(y) & (int32_t)0x80000000)) * (row ? all(w.scale[r]) : w.s.scale);
-  if (o.two_level && o.scaled) v = v * (row ? all(w.decode[r]) : w.s.decode);
-  write(t, span, v);
 }
 
-INLINE void write_codes(const Task &t, int64_t tile, Tile &w, int count) {
+APART void write_codes(const Task &t, int64_t tile, Tile &w, int count) {
   uint8_t *out = (uint8_t *)t.c.y;
   I bytes = e4m3_bytes(w.s.scale);
   for (int r = count; r < 16; r++) w.codes[r] = all(0);
@@ -561,20 +635,23 @@ INLINE void write_codes(const Task &t, int64_t tile, Tile &w, int count) {
     narrow(t.c.scale + tile * 16, bytes);
 }
 
-// Quantizes adjacent tiles together, so that memory is read and written along their joint rows.
 template <bool PACK>
-INLINE void quantize_tiles(const Task &t, int64_t tile, int tiles) {
-  Tile w[ABREAST];
+INLINE void quantize_tile(const Task &t, int64_t tile) {
+  Tile w;
   int count = t.count(tile);
-  int64_t span = t.first(tile), step = t.step();
-  for (int r = 0; r < 16; r++)
-    for (int k = 0; k < tiles; k++)
-      w[k].m[r] = r < count ? read(t, span + r * step + k) : all(0.f);
-  for (int k = 0; k < tiles; k++) prepare(t, tile + k, w[k], count);
-  for (int r = 0; r < count; r++)
-    for (int k = 0; k < tiles; k++) round_span<PACK>(t, span + r * step + k, w[k], r);
+  int64_t first = t.first(tile);
+  bool direct = !PACK && t.o.out == FP32 && !t.c.plus && t.columns == t.across * 16;
+  bool row = t.o.tile == ROWS;
+  auto round = row ? t.o.stochastic ? round_tile<PACK, true, true> : round_tile<PACK, true, false>
+               : t.o.stochastic ? round_tile<PACK, false, true> : round_tile<PACK, false, false>;
+  read_tile(t, first, count, w.m);
+  prepare(t, tile, w, count);
+  if (direct) return round(t, first, count, w, (float *)t.c.y + first * 16, t.step() * 16);
+  round(t, first, count, w, (float *)w.m, 16);
   if (PACK)
-    for (int k = 0; k < tiles; k++) write_codes(t, tile + k, w[k], count);
+    write_codes(t, tile, w, count);
+  else
+    write_tile(t, first, count, w.m);
 }
 
 INLINE void unpack_tile(const Task &t, int64_t tile) {
@@ -593,7 +670,7 @@ INLINE void unpack_tile(const Task &t, int64_t tile) {
   }
   const uint8_t *x = (const uint8_t *)t.c.x;
   int64_t group = tile / t.across, column = tile % t.across;
-  int64_t first = t.first(tile), step = t.step();
+  F m[16];
   for (int r = 0; r < count; r++) {
     bool row = o.tile == ROWS, upper = row ? r % 2 : r > 7;
     int64_t at = row ? (tile * 16 + r) / 2 : (group * 8 + r % 8) * t.across + column;
@@ -601,8 +678,9 @@ INLINE void unpack_tile(const Task &t, int64_t tile) {
     code = upper ? right(code, 4) : code & 15;
     F v = e2m1_values(code) * (row ? all(scale[r]) : s);
     if (t.c.given) v = v * all(t.c.given[o.by_row ? (tile * 16 + r) / t.across : 0]);
-    write(t, first + r * step, v);
+    m[r] = v;
   }
+  write_tile(t, t.first(tile), count, m);
 }
 
 // GOMP_parallel of the OpenMP library that torch uses. Other threads would wait for the cores that
@@ -628,17 +706,22 @@ static I lane_hashes() {
 }
 
 static Task task_of(const Options *options, const Call *call) {
-  return {*options, *call, lane_hashes(), (call->columns + 15) / 16, 1, 1};
+  return {{call->columns, (call->columns + 15) / 16}, *options, *call, lane_hashes(), 1, 1};
 }
 
 static float largest_of(const Task &t, int threads) {
   std::vector<int32_t> found(std::max(threads, 1));
   int32_t *at = found.data();
   share(t.spans(), threads, [&t, at](int64_t part, int64_t from, int64_t to) {
-    I best[4] = {all(0), all(0), all(0), all(0)};
-    for (int64_t span = from; span < to; span++)
-      best[span % 4] = larger(best[span % 4], bits(absolute(read(t, span))));
-    at[part] = largest_lane(larger(larger(best[0], best[1]), larger(best[2], best[3])));
+    with_dtype(t, t.o.in, t.c.minus, [=, x = t.c.x](Shape s, int dtype, const float *minus) {
+      I best = all(0);
+      for (int64_t span = from; span < to; span++) {
+        F v = load_span(s, x, span, dtype);
+        if (minus) v = v - load_span(s, minus, span, FP32);
+        best = larger(best, bits(absolute(v)));
+      }
+      at[part] = largest_lane(best);
+    });
   }, 16 * 32);
   union {
     int32_t bits;
@@ -656,13 +739,7 @@ static void quantize_all(const Options *options, const Call *call, int threads) 
     *t.c.decode = t.decode = 1.f / t.encode;
   }
   share(t.tiles(), threads, [&t](int64_t, int64_t from, int64_t to) {
-    int abreast = t.o.tile == ROWS ? 1 : ABREAST;
-    for (int64_t tile = from; tile < to;) {
-      int64_t left = t.o.tile == ROWS ? 1 : t.across - tile % t.across;
-      int tiles = (int)std::min<int64_t>(abreast, std::min(left, to - tile));
-      quantize_tiles<PACK>(t, tile, tiles);
-      tile += tiles;
-    }
+    for (int64_t tile = from; tile < to; tile++) quantize_tile<PACK>(t, tile);
   });
 }
 
@@ -676,11 +753,11 @@ void pack(const Options *options, const Call *call, int threads) {
 }
 void draw(float *out, int64_t rows, int64_t width, uint32_t first, uint32_t second, int threads) {
   I lanes = lane_hashes();
-  int64_t across = (width + 15) / 16;
-  share(rows * across, threads, [=](int64_t, int64_t from, int64_t to) {
+  Shape shape = {width, (width + 15) / 16};
+  share(rows * shape.across, threads, [=](int64_t, int64_t from, int64_t to) {
     for (int64_t span = from; span < to; span++) {
       F noise = uniform(all((int32_t)(mix((uint32_t)span + first) + second)), lanes);
-      store_edge(out, Edge(span, across, width), noise, FP32);
+      store_edge(out, Edge(span, shape), noise, FP32);
     }
   });
 }
