@@ -116,24 +116,24 @@ def pack_with_values(
     dtype: torch.dtype,
     scaled: bool,
     amax: Tensor | None = None,
+    minus: Tensor | None = None,
+    plus: Tensor | None = None,
 ) -> tuple[Packed, Tensor | None]:
     """Quantize a matrix to codes and scales, and also to values if one kernel can write both.
 
     Args:
-        x, quantizer, dim, key, amax: as in `pack`.
-        dtype, scaled: as in `unpack`, whose result the values equal bit for bit.
+        x, quantizer, dim, key, amax, minus: as in `pack`.
+        dtype, scaled, plus: as in `unpack`, whose result the values equal bit for bit.
     """
-    matrix, known = x.detach(), packs(x.shape, quantizer.tile, dim)
-    known = known and covers(matrix, quantizer, dim, dtype, None, None)
-    if known and kernels_for(matrix) == "triton":
-        amax = _given(amax, quantizer, matrix)
-        scaled = scaled or not quantizer.two_level
-        options: dict[str, Any] = {"dtype": dtype, "scaled": scaled, "amax": amax}
+    matrix, minus, plus = x.detach(), _detached(minus), _detached(plus)
+    known = packs(x.shape, quantizer.tile, dim) and _module(quantizer) is in_force
+    if known and covers(matrix, quantizer, dim, dtype, minus, plus):
+        options: dict[str, Any] = {"dim": dim, "key": key, "minus": minus, "plus": plus}
+        options |= {"dtype": dtype, "scaled": scaled or not quantizer.two_level}
+        options["amax"] = _given(amax, quantizer, matrix)
         with or_reference:
-            return backend_for(matrix).pack_with_values(
-                matrix, quantizer, dim=dim, key=key, **options
-            )
-    return pack(x, quantizer, dim=dim, key=key, amax=amax), None
+            return backend_for(matrix, minus, plus).pack_with_values(matrix, quantizer, **options)
+    return pack(x, quantizer, dim=dim, key=key, amax=amax, minus=minus), None
 
 
 def unpack(

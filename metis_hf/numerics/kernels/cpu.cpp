@@ -340,10 +340,10 @@ struct Options {
   float smallest_base, largest_error, error_root, largest_product, product_units;
 };
 struct Call {
-  const void *x;
+  const void *x;  // values, or codes to unpack
   const float *minus, *plus, *given;
-  void *y;         // values, or codes
-  uint8_t *scale;  // block scales of packed codes
+  void *y;  // values
+  uint8_t *codes, *scale;  // packed
   float *decode;
   int64_t rows, columns;
   uint32_t first, second;  // seeds of the noise
@@ -470,7 +470,7 @@ INLINE Scales least_error(const F *m, F amax, F encode, F decode, const Options 
     a[e] = absolute(m[e]);
     owed[e] = (o.two_level ? at_most(a[e] * encode, FLT_TOP) : a[e]) * -1.f;
   }
-  // Where all candidates are normal numbers, they are within 1/8 of base * factor, so that scaled
+  // Candidates that are normal numbers are at most 1/16 below and 1/8 above base * factor. So scaled
   // elements are below 7, which rounds to 6, and errors are below 1.9 * base: no clamp acts.
   I tame = ((base > .02f) & (base < 450.f) & (decode > 1e-30f)) | (amax == all(0.f));
   bool clamp = largest_lane(tame) == 0;
@@ -587,13 +587,13 @@ APART void prepare(const Task &t, int64_t tile, Tile &w, int count) {
     if ((tile * 16 + r) % t.across == 0) t.c.decode[(tile * 16 + r) / t.across] = w.decode[r];
 }
 
-// Values go to `out`, in rows of 16 that are `apart` elements apart.
-template <bool PACK, bool ROW, bool STOCHASTIC>
+// Values go to `out`, if it is not null, in rows of 16 that are `apart` elements apart.
+template <bool ROW, bool STOCHASTIC>
 APART void round_tile(const Task &t, int64_t first, int count, Tile &w, float *out, int64_t apart) {
   int64_t step = t.step();
   I lanes = t.lanes;
   uint32_t seed = t.c.first, added = t.c.second;
-  bool outer = t.o.two_level && t.o.scaled;
+  bool outer = t.o.two_level && t.o.scaled, pack = t.c.codes;
   Scales s = w.s;
   for (int r = 0; r < count; r++) {
     F y = w.m[r] * (ROW ? all(w.inverse[r]) : s.inverse), a = at_most(absolute(y), 6.f);
@@ -603,17 +603,15 @@ APART void round_tile(const Task &t, int64_t first, int count, Tile &w, float *o
     } else {
       a = nearest(a);
     }
-    if (PACK) {
-      w.codes[r] = e2m1_codes(a, y);
-      continue;
-    }
+    if (pack) w.codes[r] = e2m1_codes(a, y);
+    if (!out) continue;
     F v = number(bits(a) | (bits(y) & (int32_t)0x80000000)) * (ROW ? all(w.scale[r]) : s.scale);
     store(out, r * apart, outer ? v * (ROW ? all(w.decode[r]) : s.decode) : v, FP32);
   }
 }
 
 APART void write_codes(const Task &t, int64_t tile, Tile &w, int count) {
-  uint8_t *out = (uint8_t *)t.c.y;
+  uint8_t *out = t.c.codes;
   I bytes = e4m3_bytes(w.s.scale);
   for (int r = count; r < 16; r++) w.codes[r] = all(0);
   if (t.o.tile == ROWS) {
@@ -635,23 +633,22 @@ APART void write_codes(const Task &t, int64_t tile, Tile &w, int count) {
     narrow(t.c.scale + tile * 16, bytes);
 }
 
-template <bool PACK>
-INLINE void quantize_tile(const Task &t, int64_t tile) {
+static void quantize_tile(const Task &t, int64_t tile) {
   Tile w;
   int count = t.count(tile);
   int64_t first = t.first(tile);
-  bool direct = !PACK && t.o.out == FP32 && !t.c.plus && t.columns == t.across * 16;
+  bool direct = t.c.y && t.o.out == FP32 && !t.c.plus && t.columns == t.across * 16;
   bool row = t.o.tile == ROWS;
-  auto round = row ? t.o.stochastic ? round_tile<PACK, true, true> : round_tile<PACK, true, false>
-               : t.o.stochastic ? round_tile<PACK, false, true> : round_tile<PACK, false, false>;
+  auto round = row ? t.o.stochastic ? round_tile<true, true> : round_tile<true, false>
+               : t.o.stochastic ? round_tile<false, true> : round_tile<false, false>;
   read_tile(t, first, count, w.m);
   prepare(t, tile, w, count);
-  if (direct) return round(t, first, count, w, (float *)t.c.y + first * 16, t.step() * 16);
-  round(t, first, count, w, (float *)w.m, 16);
-  if (PACK)
-    write_codes(t, tile, w, count);
+  if (direct)
+    round(t, first, count, w, (float *)t.c.y + first * 16, t.step() * 16);
   else
-    write_tile(t, first, count, w.m);
+    round(t, first, count, w, t.c.y ? (float *)w.m : nullptr, 16);
+  if (t.c.codes) write_codes(t, tile, w, count);
+  if (t.c.y && !direct) write_tile(t, first, count, w.m);
 }
 
 INLINE void unpack_tile(const Task &t, int64_t tile) {
@@ -730,8 +727,9 @@ static float largest_of(const Task &t, int threads) {
   return largest.number;
 }
 
-template <bool PACK>
-static void quantize_all(const Options *options, const Call *call, int threads) {
+extern "C" {
+void use_openmp(Parallel entry) { parallel = entry; }
+void quantize(const Options *options, const Call *call, int threads) {
   Task t = task_of(options, call);
   if (t.o.two_level && !t.o.by_row) {
     float largest = t.c.given ? *t.c.given : largest_of(t, threads);
@@ -739,17 +737,8 @@ static void quantize_all(const Options *options, const Call *call, int threads) 
     *t.c.decode = t.decode = 1.f / t.encode;
   }
   share(t.tiles(), threads, [&t](int64_t, int64_t from, int64_t to) {
-    for (int64_t tile = from; tile < to; tile++) quantize_tile<PACK>(t, tile);
+    for (int64_t tile = from; tile < to; tile++) quantize_tile(t, tile);
   });
-}
-
-extern "C" {
-void use_openmp(Parallel entry) { parallel = entry; }
-void quantize(const Options *options, const Call *call, int threads) {
-  quantize_all<false>(options, call, threads);
-}
-void pack(const Options *options, const Call *call, int threads) {
-  quantize_all<true>(options, call, threads);
 }
 void draw(float *out, int64_t rows, int64_t width, uint32_t first, uint32_t second, int threads) {
   I lanes = lane_hashes();

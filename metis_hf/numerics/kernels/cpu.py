@@ -54,7 +54,7 @@ class _Options(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "minus", "plus", "given")),
-        *((name, ctypes.c_void_p) for name in ("y", "scale", "decode")),
+        *((name, ctypes.c_void_p) for name in ("y", "codes", "scale", "decode")),
         *((name, ctypes.c_int64) for name in ("rows", "columns")),
         *((name, ctypes.c_uint32) for name in ("first", "second")),
     ]
@@ -68,14 +68,11 @@ def fake_quantize(
     key: noise.Key | int | None,
     dtype: torch.dtype,
     scaled: bool,
-    minus: Tensor | None = None,
-    plus: Tensor | None = None,
-    amax: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """See `kernels.fake_quantize`."""
     values = torch.empty(x.shape, dtype=dtype, device="cpu")
-    options: dict[str, Any] = {"minus": minus, "plus": plus, "amax": amax, "scaled": scaled}
-    decode = _quantize("quantize", x, quantizer, dim, key, values, **options)
+    decode = _quantize(x, quantizer, dim, key, y=values, scaled=scaled, **options)
     return values, None if scaled else decode
 
 
@@ -85,16 +82,23 @@ def pack(
     *,
     dim: int,
     key: noise.Key | int | None,
-    minus: Tensor | None = None,
-    amax: Tensor | None = None,
+    **options: Any,
 ) -> Packed:
-    """See `kernels.pack`."""
+    """See `kernels.pack`; with a `y` also write the values, as `_quantize` does."""
     rows, columns = x.shape
     shape, blocks = packed_shapes((rows, columns), quantizer.tile, NVFP4, dim)
     codes = torch.empty(shape, dtype=torch.uint8, device="cpu")
     scale = torch.empty(blocks, dtype=torch.float8_e4m3fn, device="cpu")
-    options: dict[str, Any] = {"minus": minus, "amax": amax, "scale": scale}
-    return Packed(codes, scale, _quantize("pack", x, quantizer, dim, key, codes, **options))
+    options |= {"codes": codes, "scale": scale}
+    return Packed(codes, scale, _quantize(x, quantizer, dim, key, **options))
+
+
+def pack_with_values(
+    x: Tensor, quantizer: QuantizerDefinition, *, dtype: torch.dtype, **options: Any
+) -> tuple[Packed, Tensor]:
+    """See `kernels.pack_with_values`."""
+    values = torch.empty(x.shape, dtype=dtype, device="cpu")
+    return pack(x, quantizer, y=values, **options), values
 
 
 def unpack(
@@ -118,20 +122,19 @@ def unpack(
 
 
 def _quantize(
-    task: str,
     x: Tensor,
     quantizer: QuantizerDefinition,
     dim: int,
     key: noise.Key | int | None,
-    y: Tensor,
     *,
-    minus: Tensor | None,
+    minus: Tensor | None = None,
     plus: Tensor | None = None,
-    amax: Tensor | None,
+    amax: Tensor | None = None,
     scaled: bool = True,
-    scale: Tensor | None = None,
+    y: Tensor | None = None,
+    **packed: Tensor,
 ) -> Tensor | None:
-    """Quantize into `y` and `scale`; return the outer scale, None if there is none."""
+    """Quantize into `y` and `packed`; return the outer scale, None if there is none."""
     by_row = amax is None and quantizer.has_row_scales(x, dim)
     given = amax
     if by_row:
@@ -146,9 +149,10 @@ def _quantize(
         known = noise.as_key(key)
         seeds = noise.seeds(known.fold(SCALE_NOISE) if eden else known)
     tile = _tile_of(quantizer, x.dim(), dim)
-    options = _options(quantizer, tile, x.dtype, y.dtype, by_row, scaled)
-    tensors = {"minus": minus, "plus": plus, "given": given, "scale": scale, "decode": decode}
-    run(task, options, x.shape, seeds, x=x, y=y, **tensors)
+    out = torch.float32 if y is None else y.dtype
+    options = _options(quantizer, tile, x.dtype, out, by_row, scaled)
+    tensors = {"minus": minus, "plus": plus, "given": given, "y": y, "decode": decode}
+    run("quantize", options, x.shape, seeds, x=x, **tensors, **packed)
     return decode
 
 
@@ -220,7 +224,7 @@ def _options(
             scaled=scaled,
             by_row=by_row,
             in_dtype=_DTYPES[in_dtype],
-            out_dtype=_DTYPES.get(out_dtype, 0),
+            out_dtype=_DTYPES[out_dtype],
             tried=len(tried),
             factors=tried,
             largest_value=largest_value(NVFP4, rule),

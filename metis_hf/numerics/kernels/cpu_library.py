@@ -109,7 +109,7 @@ def _loaded(file: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(file))
     except OSError as error:
         raise CompilationError(f"quantizers could not be compiled or loaded: {error}") from error
-    for name in ("quantize", "pack", "unpack"):
+    for name in ("quantize", "unpack"):
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
         function.restype = None

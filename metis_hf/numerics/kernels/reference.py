@@ -77,6 +77,20 @@ def pack(
     return Packed(codes, scale.to(fmt.scale.dtype), blocks.global_scale)
 
 
+def pack_with_values(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    key: noise.Key | int | None,
+    minus: Tensor | None,
+    amax: Tensor | None,
+    **_: object,
+) -> tuple[Packed, None]:
+    """See `kernels.pack_with_values`; the reference does not write values."""
+    return pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax), None
+
+
 def unpack(
     packed: Packed,
     quantizer: QuantizerDefinition,

@@ -170,9 +170,13 @@ def pack_with_values(
     dtype: torch.dtype | None,
     scaled: bool,
     amax: Tensor | None = None,
+    minus: Tensor | None = None,
+    plus: Tensor | None = None,
     low: Low | None = None,
 ) -> tuple[Packed, Tensor | None]:
-    """See `kernels.pack_with_values`, and `fused`."""
+    """See `kernels.pack_with_values`, and `fused`; no values with a `minus` or a `plus`."""
+    if minus is not None or plus is not None:
+        return pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax), None
     packed, values = _pack(x, quantizer, dtype, scaled, dim=dim, key=key, amax=amax, low=low)
     if values is None or values.shape == x.shape:
         return packed, values

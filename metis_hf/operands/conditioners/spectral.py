@@ -87,12 +87,12 @@ class Spectral(Conditioner):
         a, lam, v, _ = self._find(x, key=key, row_mask=row_mask)
         options: dict[str, Any] = {"dim": dim, "key": key.fold(3), "dtype": dtype}
         kernels = self._kernels(quantizer, lam, dim, (x.shape[0], x.shape[1]))
-        given_factors = (a, lam, v, quantizer, dim, key, dtype)
-        if kernels is not None and (known := _pack_factors(*given_factors)) is not None:
-            packed, low = known
-            given = {"scaled": True, "low": packed}
-            with or_reference:
-                return kernels.fake_quantize(x.detach(), quantizer, **given, **options)[0], low
+        if kernels is not None:
+            packed, low = _pack_factors(a, lam, v, quantizer, dim, key, dtype)
+            if low is not None:
+                given = {"scaled": True, "low": packed}
+                with or_reference:
+                    return kernels.fake_quantize(x.detach(), quantizer, **given, **options)[0], low
         low, dense, exact = self._quantize_factors(a, lam, v, quantizer, dim, key)
         return quantizer(x, minus=exact, plus=dense, **options), low
 
@@ -122,26 +122,25 @@ class Spectral(Conditioner):
         a, lam, v, found = self._find(x, key=key, row_mask=row_mask)
         shape = (x.shape[0], x.shape[1])
         kernels = self._kernels(quantizer, lam, dim, shape)
-        given_factors = (a, lam, v, quantizer, dim, key, dtype or lam.dtype)
-        if kernels is not None and (known := _pack_factors(*given_factors)) is not None:
-            packed, low = known
-            given: dict[str, Any] = {"dim": dim, "dtype": dtype, "scaled": True, "low": packed}
+        options: dict[str, Any] = {"dim": dim, "key": key.fold(3), "dtype": dtype, "scaled": True}
+        factors_dtype = lam.dtype if kernels is None else dtype or lam.dtype
+        packed, low = _pack_factors(a, lam, v, quantizer, dim, key, factors_dtype)
+        factors = (*packed.left, *packed.right, lam)
+        if kernels is not None and low is not None:
             with or_reference:
                 rest, values = kernels.pack_with_values(
-                    x.detach(), quantizer, key=key.fold(3), **given
+                    x.detach(), quantizer, low=packed, **options
                 )
-                tensors = (*rest, *packed.left, *packed.right, lam)
-                return Encoded(tensors, low, found=found, values=values)
-        factors = (
-            *pack(a, quantizer, dim=dim, key=key.fold(1)),
-            *pack(v.T, quantizer, dim=dim, key=key.fold(2)),
-            lam,
-        )
-        low = self._low(factors, quantizer, dim=dim, shape=shape)
+                return Encoded((*rest, *factors), low, found=found, values=values)
+        if kernels is not None or low is None:
+            low = self._low(factors, quantizer, dim=dim, shape=shape)
         dense = low.dense()
         exact = dense if self.compensated else (a * lam) @ v.T
-        residual = pack(x, quantizer, dim=dim, key=key.fold(3), minus=exact)
-        return Encoded((*residual, *factors), low, dense, found)
+        if dtype is None:
+            residual, values = pack(x, quantizer, dim=dim, key=key.fold(3), minus=exact), None
+        else:
+            residual, values = pack_with_values(x, quantizer, minus=exact, plus=dense, **options)
+        return Encoded((*residual, *factors), low, dense, found, values)
 
     def decode(
         self,
@@ -274,11 +273,10 @@ class Spectral(Conditioner):
 
 def _pack_factors(
     a: Tensor, lam: Tensor, v: Tensor, quantizer: Quantizer, dim: int, key: Key, dtype: torch.dtype
-) -> tuple[Low, LowRank] | None:
-    """Return (packed factors, their values in the GEMM's dtype); None if no kernel can do both."""
+) -> tuple[Low, LowRank | None]:
+    """Return the packed factors and their values in `dtype`; None if no kernel can do both."""
     options: dict[str, Any] = {"dim": dim, "dtype": dtype, "scaled": True}
     left, a_hat = pack_with_values(a, quantizer, key=key.fold(1), **options)
     right, vh_hat = pack_with_values(v.T, quantizer, key=key.fold(2), **options)
-    if a_hat is None or vh_hat is None:
-        return None
-    return Low(left, lam, right), LowRank(a_hat, lam, vh_hat)
+    low = None if a_hat is None or vh_hat is None else LowRank(a_hat, lam, vh_hat)
+    return Low(left, lam, right), low

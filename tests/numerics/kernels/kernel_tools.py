@@ -15,6 +15,7 @@ from metis_hf.numerics.kernels import (
     fake_quantize,
     fused,
     pack,
+    pack_with_values,
     unpack,
     use_kernels,
 )
@@ -168,6 +169,9 @@ def check(
     exact = None if low is None else low * 1.03
     for minus, plus in {(None, None), (low, low), (exact, low), (None, low)}:
         found: dict[str, tuple[Packed, Tensor, Tensor, Tensor]] = {}
+        given = {"dim": dim, "dtype": dtype, "key": 5, "minus": minus, "plus": plus}
+        with use_kernels(name):
+            codes, values = pack_with_values(x, quantizer, scaled=True, **given)
         for kernels in ("reference", name):
             options = {"dim": dim, "dtype": dtype}
             with use_kernels(kernels):
@@ -181,6 +185,10 @@ def check(
         wanted, actual = found["reference"], found[name]
         if finite(x):  # codes of NaN are arbitrary
             assert torch.equal(actual[0].codes.flatten(), wanted[0].codes.flatten())
+            assert torch.equal(codes.codes.flatten(), wanted[0].codes.flatten())
+        assert_same_bits(codes.scale.float(), wanted[0].scale.float())
+        if values is not None:
+            assert_same_bits(values, wanted[1])
         assert_same_bits(actual[0].scale.float(), wanted[0].scale.float())
         for part in (1, 3):
             assert_same_bits(actual[part], wanted[part])

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import fake_quantize, pack, unpack, use_kernels
+from metis_hf.numerics.kernels import (
+    fake_quantize,
+    pack,
+    pack_with_values,
+    unpack,
+    use_kernels,
+)
 from metis_hf.numerics.kernels.layout import packs
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
@@ -47,6 +53,16 @@ def test_shapes_and_strides(rows, columns, quantizer, dim, dtype, flip) -> None:
     if flip:
         x, low = x.t().contiguous().t(), low.t().contiguous().t()
     check(x, quantizer, dim, torch.bfloat16 if flip else torch.float32, low)
+
+
+@needs_compiler
+def test_codes_and_values_come_from_one_call() -> None:
+    """`check` compares them wherever there are values."""
+    x, low = torch.randn(2, 20, 32, generator=seeded(1))
+    options = {"dim": -1, "key": 5, "dtype": torch.float32, "scaled": True}
+    with use_kernels("compiled"):
+        packed, values = pack_with_values(x, Quantizer(), minus=low, plus=low, **options)
+    assert_same_bits(values, unpack(packed, Quantizer(), shape=(20, 32), plus=low))
 
 
 @needs_compiler
