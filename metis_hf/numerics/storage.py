@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metis_hf.numerics import kernels
 from metis_hf.numerics.definition import Blocks
 from metis_hf.numerics.formats import NVFP4, BlockFormat
 from metis_hf.numerics.layout import Tile
@@ -106,8 +105,6 @@ def quantize(
         rows = rows.movedim(dim, -1)
     if x.numel() == 0:
         codes, scale, global_scale = rows.to(torch.uint8), rows.to(fmt.scale.dtype), None
-    elif amax is None and (stored := kernels.store(x, quantizer, dim=dim, key=key)) is not None:
-        codes, scale, global_scale = stored
     else:
         # `x`, not `rows`: noise is drawn in the elements' original order, as in `fake_quantize`.
         blocks = quantizer.blocks(x, dim=dim, key=key, amax=amax)

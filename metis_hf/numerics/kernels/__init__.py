@@ -23,14 +23,13 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.kernels import in_force, operators
-from metis_hf.numerics.kernels.choice import backend_for, kernels_for
+from metis_hf.numerics.kernels.choice import backend_for
 from metis_hf.numerics.kernels.layout import Packed, covers, packs
 from metis_hf.numerics.kernels.request import (
     KERNELS,
     or_reference,
     use_kernels,
 )
-from metis_hf.numerics.scaling import ScaleRule
 
 __all__ = [
     "KERNELS",
@@ -38,7 +37,6 @@ __all__ = [
     "fake_quantize",
     "pack",
     "pack_with_values",
-    "store",
     "unpack",
     "use_kernels",
 ]
@@ -157,30 +155,6 @@ def unpack(
     options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype, "plus": plus}
     options["scaled"] = scaled or packed.global_scale is None
     return _module(quantizer).unpack(packed, quantizer, **options)
-
-
-def store(
-    x: Tensor, quantizer: QuantizerDefinition, *, dim: int = -1, key: noise.Key | int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Quantize to the fields of a `storage.QuantizedTensor`, with the Triton kernels.
-
-    Args:
-        x, quantizer, dim, key: as in `fake_quantize`.
-
-    Returns:
-        (codes, block scales, tensor scale), or None if the Triton kernels are not selected or do
-        not support the call.
-    """
-    x = x.detach()
-    if (
-        quantizer.scale_rule is ScaleRule.ABSMAX
-        and not quantizer.has_row_scales(x, dim)
-        and covers(x, quantizer, dim, torch.float32, None, None)
-        and kernels_for(x) == "triton"
-    ):
-        with or_reference:
-            return backend_for(x).store(x, quantizer, dim=dim, key=key)
-    return None
 
 
 def _module(quantizer: QuantizerDefinition) -> ModuleType:

@@ -63,37 +63,6 @@ def _outer_scale_of(
 
 
 @triton.jit
-def _store_codes(
-    code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES: tl.constexpr, ROWS: tl.constexpr
-):
-    """Write scales, and codes, two per byte along their blocks (along rows for squares)."""
-    row_block, column_block, row, column = place
-    across, down = tl.cdiv(columns, 16), tl.cdiv(rows, 16)
-    GR: tl.constexpr = code.shape[0]
-    GC: tl.constexpr = code.shape[2]
-    pair = tl.arange(0, 8)
-    if LANES:
-        nibbles = e2m1_bits(code) << ((column % 2) * 4)
-        packed = tl.sum(tl.reshape(nibbles, (GR, 16, GC, 8, 2)), 4)
-        byte = (row.to(tl.int64) * across + column_block) * 8 + pair[None, None, None, :]
-        inside = (row < rows) & (column_block < across)
-    else:
-        nibbles = e2m1_bits(code) << ((row % 2) * 4)
-        packed = tl.sum(tl.reshape(nibbles, (GR, 8, 2, GC, 16)), 2)
-        byte = (column.to(tl.int64) * down + row_block) * 8 + pair[None, :, None, None]
-        inside = (column < columns) & (row_block < down)
-    tl.store(codes_ptr + byte, packed.to(tl.uint8), mask=inside)
-    if LANES and ROWS:
-        at = row_block.to(tl.int64) * across + column_block
-        inside = (row_block < down) & (column_block < across)
-    elif LANES:
-        at = row.to(tl.int64) * across + column_block
-    else:
-        at = column.to(tl.int64) * down + row_block
-    tl.store(scale_ptr + at, e4m3_bits(scale).to(tl.uint8), mask=inside)
-
-
-@triton.jit
 def _store_packed(
     code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -176,19 +145,18 @@ def quantize(
     right_decode_ptr, width,
     GR: tl.constexpr, GC: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     TWO_LEVEL: tl.constexpr, UP: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr,
-    SAME: tl.constexpr, PACKED: tl.constexpr, RULE: tl.constexpr, TO_CODE: tl.constexpr,
+    SAME: tl.constexpr, RULE: tl.constexpr, TO_CODE: tl.constexpr,
     LARGEST: tl.constexpr, BY_ROW: tl.constexpr, SIZE: tl.constexpr, SIGNED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write plus + Q(x - minus) of a matrix, in blocks along LANES, ROWS or both.
 
     Values go to `out_ptr`, codes to `codes_ptr` and block scales to `scale_ptr`, unless these are
-    None. With PACKED, codes have the layout of `layout.Packed`, else the layout of files. With
-    SAME, `minus` is also added. RULE is "", "search", "four-over-six" or "eden". TO_CODE is
-    1 / (the code to which amax is scaled); LARGEST is this code times the scale of the tensor's
-    largest block. With BY_ROW each row has an outer scale; the tensor has `blocks` blocks,
-    `per_row` in each row. If WIDTH > 0, a low-rank matrix of rank `width` is both subtracted and
-    added; see `layout.Low`.
+    None; see `layout.Packed`. With SAME, `minus` is also added. RULE is "", "search",
+    "four-over-six" or "eden". TO_CODE is 1 / (the code to which amax is scaled); LARGEST is this
+    code times the scale of the tensor's largest block. With BY_ROW each row has an outer scale; the
+    tensor has `blocks` blocks, `per_row` in each row. If WIDTH > 0, a low-rank matrix of rank
+    `width` is both subtracted and added; see `layout.Low`.
     """
     place = place_of_tile(rows, columns, GR, GC)
     row_block, column_block, row, column = place
@@ -224,10 +192,7 @@ def quantize(
     )
     code = codes_of(bits, inverse, index, column % 16, source, STOCHASTIC)
     if codes_ptr is not None:
-        if PACKED:
-            _store_packed(code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES, ROWS)
-        else:
-            _store_codes(code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES, ROWS)
+        _store_packed(code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES, ROWS)
     if out_ptr is not None:
         values = code * scale
         if TWO_LEVEL and SCALED:

@@ -44,7 +44,7 @@ from metis_hf.numerics.scaling import (
     largest_value,
 )
 
-__all__ = ["fake_quantize", "missing", "pack", "pack_with_values", "store", "unpack"]
+__all__ = ["fake_quantize", "missing", "pack", "pack_with_values", "unpack"]
 
 _TILE_BLOCKS = 8  # squares in a program's tile
 _OLDEST = 3, 6  # in earlier releases `div_rn` flushes subnormal numbers to zero
@@ -70,7 +70,6 @@ class _Choices(NamedTuple):
     stochastic: bool
     scaled: bool
     same: bool  # minus is plus
-    packed: bool  # codes have the layout of `Packed`
     rule: str  # a scale rule that tries several scales or corrects them, else ""
     to_code: float  # 1 / (the code to which amax is scaled)
     largest: float  # this code times the scale of the tensor's largest block
@@ -117,33 +116,6 @@ def fake_quantize(
     if apart is not None and choices.by_row:
         apart = apart.view(*x.shape[:-1], 1)
     return values, apart
-
-
-def store(
-    x: Tensor, quantizer: QuantizerDefinition, *, dim: int, key: noise.Key | int | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `kernels.store`; arguments as in `fake_quantize`. Codes of NaN are arbitrary."""
-    choices = _choices(quantizer, _is_last(x, dim))
-    matrix = matrix_of(x, not choices.rows)
-    rows, columns = matrix.shape
-    lines, length = (rows, columns) if choices.lanes else (columns, rows)
-    blocks = blocks_in(length)
-    codes = torch.empty(lines, blocks * BLOCK // 2, dtype=torch.uint8, device=x.device)
-    square = choices.lanes and choices.rows
-    scale = codes.new_empty(blocks_in(rows) if square else lines, blocks)
-    outer = _outer_of(x, dim, choices, key)
-    _write(matrix, choices, key, outer, codes=codes, scale=scale)
-
-    lead, across = x.shape[:-1], blocks_in(x.shape[-1])
-    if choices.lanes:
-        scale_lead = (*lead[:-1], blocks_in(lead[-1])) if square else lead
-        codes = codes.view(*lead, across * BLOCK // 2)
-        scale = scale.view(*scale_lead, across)
-    else:
-        # The kernel writes a column of all matrices of a batch along one line: separate them.
-        split = (x.shape[-1], *lead[:-1], -1)
-        codes, scale = (part.view(split).movedim(0, -2).contiguous() for part in (codes, scale))
-    return codes, scale.view(SCALE_E4M3.dtype), outer.decode
 
 
 def pack(
@@ -201,7 +173,7 @@ def _pack(
     """Return packed codes and, if there is a `dtype`, values in the shape the kernel writes."""
     tile = quantizer.tile
     by_row = amax is None and quantizer.has_row_scales(x, dim)
-    choices = _choices(quantizer, _is_last(x, dim), scaled, low is not None, True, by_row)
+    choices = _choices(quantizer, _is_last(x, dim), scaled, low is not None, by_row)
     x = readable(x)
     whole_minus = None if minus is None else minus.contiguous()
     # The kernel pads rows that are shorter than a block.
@@ -303,7 +275,6 @@ def _choices(
     last: bool,
     scaled: bool = True,
     same: bool = False,
-    packed: bool = False,
     by_row: bool = False,
 ) -> _Choices:
     """Return the choices of a quantizer; `last`: row blocks run along the last dimension."""
@@ -317,7 +288,6 @@ def _choices(
         quantizer.rounding is Rounding.STOCHASTIC,
         scaled,
         same,
-        packed,
         rule.value if rule in (ScaleRule.EDEN, *TRIED_SCALES) else "",
         1 / largest_code(quantizer.fmt, rule),
         largest_value(quantizer.fmt, rule),

@@ -97,7 +97,7 @@ def spilled(kernel, folder) -> int:
 @pytest.mark.parametrize("capability", thinned([AMPERE, HOPPER, BLACKWELL], HOPPER.__eq__))
 def test_compiled_for_gpus(compile_for, capability) -> None:
     """The arithmetic that the interpreter checks is what the compiler makes of it."""
-    from metis_hf.numerics.kernels.triton_launch import fake_quantize, store
+    from metis_hf.numerics.kernels.triton_launch import fake_quantize, pack
 
     amax, write = compile_for(capability)
     x = torch.randn(64, 256, generator=seeded(0))
@@ -110,8 +110,8 @@ def test_compiled_for_gpus(compile_for, capability) -> None:
     columns = {**plain, "dim": 0, "dtype": torch.bfloat16}
     fake_quantize(x.bfloat16(), Quantizer(), **columns, minus=low, plus=x)
     fake_quantize(x.half(), square, **{**plain, "dtype": torch.float16})
-    store(x.half(), square, dim=-1, key=None)
-    store(x.bfloat16(), STOCHASTIC, dim=0, key=key)
+    pack(x.half(), square, dim=-1, key=None)
+    pack(x.bfloat16(), STOCHASTIC, dim=0, key=key)
     for eden in (Quantizer(scale_rule="eden"), Quantizer(scale_rule="eden", tile="square")):
         fake_quantize(x.bfloat16(), eden, **{**plain, "key": key})
     fake_quantize(x, BY_ROW[0], **plain, minus=low)

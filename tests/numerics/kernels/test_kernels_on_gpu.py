@@ -47,10 +47,9 @@ class TestTritonOnGpu(Cases):
         def run() -> tuple[torch.Tensor, ...]:
             options = {"dim": 0, "key": device_key}
             with use_kernels("triton"):
-                stored = kernels.store(device, STOCHASTIC, **options)
-                assert stored is not None
+                packed = kernels.pack(device, STOCHASTIC, dim=-1, key=device_key)
                 values = STOCHASTIC(device, minus=device_low, plus=device_low, **options)
-            return values, *(part for part in stored if part is not None)
+            return values, *packed
 
         run()  # compiles
         torch.cuda.set_sync_debug_mode("error")

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics import Quantizer, ScaleRule, Tile, fake_quantize, kernels, quantize, storage
+from metis_hf.numerics import Quantizer, ScaleRule, Tile, fake_quantize
 from metis_hf.numerics.kernels import choice, use_kernels
 from metis_hf.numerics.kernels.layout import has_form
 from metis_hf.numerics.scaling import OuterScale
@@ -91,40 +91,6 @@ def check(name: str, x: Tensor, quantizer: Quantizer, *, key: noise.Key = KEY, *
     assert_same_bits(x, before)
 
 
-def stored(x: Tensor, quantizer: Quantizer, dim: int) -> storage.QuantizedTensor:
-    """`storage.quantize`, with equal noise on any device."""
-    return quantize(
-        x,
-        dim=dim,
-        rounding=quantizer.rounding.value,
-        scale_rounding=quantizer.scale_rounding.value,
-        two_level=quantizer.two_level,
-        tile=quantizer.tile.value,
-        generator=seeded(3),
-    )
-
-
-def check_stored(name: str, x: Tensor, quantizer: Quantizer, dim: int) -> None:
-    """Every field and byte, with the named kernels."""
-    with use_kernels("reference"):
-        wanted = stored(x.cpu(), quantizer, dim)
-    with use_kernels(name):
-        actual = stored(x, quantizer, dim).to("cpu")
-    assert actual.codes.is_contiguous()
-    assert actual.scale.is_contiguous()
-    assert actual.scale.dtype == wanted.scale.dtype
-    assert_same_bits(actual.scale.float(), wanted.scale.float())
-    assert (actual.global_scale is None) == (wanted.global_scale is None)
-    if wanted.global_scale is not None:
-        assert_same_bits(actual.global_scale, wanted.global_scale)
-    assert actual.codes.shape == wanted.codes.shape
-    if not wanted.scale.isnan().any():  # codes of NaN are arbitrary
-        assert torch.equal(actual.codes, wanted.codes)
-    for field in ("fmt", "tile", "shape", "dtype", "dim"):
-        assert getattr(actual, field) == getattr(wanted, field)
-    assert_same_bits(actual.dequantize(), wanted.dequantize())
-
-
 class Cases:
     """For kernels that are known by name, on some device."""
 
@@ -149,15 +115,6 @@ class Cases:
         for quantizer, dim, dtype, out, split in self.choices(name):
             x = TENSORS[name].to(self.device, dtype)
             check(self.kernels, x, quantizer, dim=dim, dtype=out, **splits(x, split))
-
-    @pytest.mark.parametrize("name", TENSORS)
-    def test_stored_bytes_are_the_reference(self, name) -> None:
-        step = 1 if EVERY in os.environ else 2
-        by_amax = [q for q in self.quantizers if q.scale_rule is ScaleRule.ABSMAX]
-        found = list(enumerate(variants(by_amax)))
-        for index, (quantizer, dim) in found[list(TENSORS).index(name) % step :: step]:
-            x = TENSORS[name].to(self.device, DTYPES[index % len(DTYPES)])
-            check_stored(self.kernels, x, quantizer, dim)
 
     @pytest.mark.parametrize("name", TENSORS)
     def test_packed_is_the_reference(self, name) -> None:
@@ -196,7 +153,6 @@ class Cases:
                 tiled = replace(quantizer, tile=tile)
                 for form in forms:
                     check(self.kernels, form, tiled, dim=dim)
-                check_stored(self.kernels, forms[-1], tiled, dim)
                 if x.dim() > 1:  # a split as it comes and contiguous
                     low = torch.randn_like(forms[-1])
                     assert low.stride() == forms[-1].stride()
@@ -213,7 +169,7 @@ class Cases:
         for quantizer, dim in [*quantizers, (BY_ROW[0], -1), (Quantizer(scale_rule="eden"), -1)]:
             check(self.kernels, x, quantizer, dim=dim)
             check(self.kernels, x, quantizer, dim=dim, **splits(x, "minus and plus"))
-            check_stored(self.kernels, x, quantizer, dim)
+            check_packed(x, quantizer, dim, torch.float32, None, self.kernels)
         if blocks == (9, 1):
             check(self.kernels, x.reshape(-1)[: 16 * 130], STOCHASTIC)  # cut into rows of one block
 
@@ -340,35 +296,27 @@ def test_any_tensor(case) -> None:
     if (quantizer.tile is SQUARE and x.dim() < 2) or not has_form(x, quantizer.tile, dim):
         return
     check("triton", x, quantizer, dim=dim, dtype=x.dtype)
-    check_stored("triton", x, quantizer, dim)
 
 
 def test_only_where_they_are_asked_for(monkeypatch) -> None:
     """And only for what they cover."""
     ran = []
-    for name in ("fake_quantize", "store"):
-        backend = choice.triton_backend()
-        whole = getattr(backend, name)
+    backend = choice.triton_backend()
+    whole = backend.fake_quantize
 
-        def count(*args, whole=whole, **options):
-            ran.append(whole.__name__)
-            return whole(*args, **options)
+    def count(*args, **options):
+        ran.append(1)
+        return whole(*args, **options)
 
-        monkeypatch.setattr(backend, name, count)
+    monkeypatch.setattr(backend, "fake_quantize", count)
     x, quantizer = torch.zeros(16, 16), Quantizer()
-    for kernels_in_force, wanted in ((None, []), ("triton", ["fake_quantize", "store"])):
+    for kernels_in_force, wanted in ((None, 0), ("triton", 1)):
         with use_kernels(kernels_in_force):
             quantizer(x)
-            quantize(x)
-            assert (kernels.store(x, quantizer) is None) == (kernels_in_force is None)
-        assert ran[:2] == wanted
-    ran.clear()
+        assert len(ran) == wanted
     with use_kernels("triton"):
         Quantizer("mxfp4")(x)
-        for other in (Quantizer("mxfp4"), Quantizer(scale_rule="eden"), BY_ROW[0]):
-            assert kernels.store(x, other) is None
-        quantize(torch.zeros(()))
-    assert not ran
+    assert len(ran) == 1
     backend = choice.triton_backend()
     assert backend.missing(torch.device("cpu")) is None
     assert "CUDA" in str(backend.missing(torch.device("meta")))
