@@ -199,7 +199,7 @@ MUTANTS = [
        "the Hadamard rotation has no random signs", OPERANDS),
     # --- operands
     _m("residual-noise", "operands/conditioners/spectral.py",
-       '"key": key.fold(3), "dtype": dtype', '"key": key.fold(1), "dtype": dtype',
+       '"key": key.fold(3), "dtype": dtype}', '"key": key.fold(1), "dtype": dtype}',
        "residual and coordinates share their noise", SAVED, OPERANDS),
     _m("exact-residual", "operands/conditioners/spectral.py",
        "return low, dense, dense if self.compensated else", "return low, dense,",
