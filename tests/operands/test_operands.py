@@ -148,3 +148,18 @@ def test_the_error_of_a_scaled_operand_is_that_of_the_product_with_its_scale():
     x = torch.tensor([[1.0, 2.5]], dtype=torch.bfloat16)
     found = Quantized(values, scale).error_along(x, torch.eye(2), torch.ones(2), None)
     torch.testing.assert_close(found, torch.tensor([[0.0, 0.5]]), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [None, (), (1025, 1), (1, 1024)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_of_a_large_operand(scale, dtype):
+    """A CPU computes it in pieces of rows."""
+    x, values = torch.randn(2, 1025, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scale = None if scale is None else torch.rand(scale) + 0.5
+    directions, lengths = torch.randn(1024, 3), torch.rand(3)
+    found = Quantized(values, scale).error_along(x, directions, lengths, None)
+    error = x.double() - values.double() * (1 if scale is None else scale)
+    wanted = (error.to(dtype).double() @ directions.to(dtype).double()) * lengths
+    assert found.shape == (1025, 3)
+    rounding = torch.finfo(dtype).eps * error.norm(dim=1)[:, None] * directions.norm(dim=0)
+    assert ((found - wanted).abs() <= rounding * lengths).all()

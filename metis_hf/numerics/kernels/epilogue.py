@@ -8,7 +8,7 @@ bits, except that products may be summed in another order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from metis_hf.numerics.kernels.choice import kernels_for
 from metis_hf.numerics.kernels.layout import DTYPES, MAX_ELEMENTS
 from metis_hf.numerics.kernels.request import or_reference
 from metis_hf.numerics.kernels.scratch import Scratch
+
+_PIECE = 2**20  # elements of an error that stay in a CPU's cache
 
 
 def finish_product(
@@ -84,8 +86,19 @@ def error_along(
 
         with or_reference:
             return triton_epilogue.error_along(x, values, scale, directions, lengths, scratch)
-    error = x - (values if scale is None else values.float() * scale)
-    return (error.to(values.dtype) @ directions) * lengths
+    errors = (e.to(values.dtype) for e in _in_pieces(x, values, scale))
+    return torch.cat([e @ directions for e in errors]) * lengths
+
+
+def _in_pieces(x: Tensor, values: Tensor, scale: Tensor | None) -> Iterator[Tensor]:
+    """Yield x - values * scale, on a CPU a few rows at a time: new large memory costs more."""
+    whole = x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() <= _PIECE
+    size = len(x) if whole else max(_PIECE // x.shape[1], 1)
+    by_row = scale is not None and scale.dim() > 0 and len(scale) == len(x)
+    for first in range(0, len(x), size):
+        rows = slice(first, first + size)
+        own = scale[rows] if by_row and scale is not None else scale
+        yield x[rows] - (values[rows] if own is None else values[rows].float() * own)
 
 
 def _has_kernel(out: Tensor, given: Sequence[Tensor]) -> bool:
