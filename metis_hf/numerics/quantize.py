@@ -53,6 +53,7 @@ class Quantizer(QuantizerDefinition):
         minus: Tensor | None = None,
         plus: Tensor | None = None,
         amax: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Quantize and dequantize `x` in fp32, then round once to `dtype`.
 
@@ -67,11 +68,13 @@ class Quantizer(QuantizerDefinition):
             plus: the same, added last.
             amax: 0-dim, finite and >= 0, on any device; sets the tensor scale in place of the
                 largest magnitude. Blocks that need a scale above the largest one are clipped.
+            out: memory in the shape of `x` that the result may take if it is contiguous and of
+                its dtype; it may be `minus` or `plus`.
         """
         if x.numel() == 0:
             return x.to(dtype)
         return kernels.fake_quantize(
-            x, self, dim=dim, key=key, dtype=dtype, minus=minus, plus=plus, amax=amax
+            x, self, dim=dim, key=key, dtype=dtype, minus=minus, plus=plus, amax=amax, out=out
         )[0]
 
     def unscaled(

@@ -53,6 +53,7 @@ def fake_quantize(
     minus: Tensor | None = None,
     plus: Tensor | None = None,
     amax: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Quantize and dequantize with the selected kernels: plus + Q(x - minus).
 
@@ -66,6 +67,8 @@ def fake_quantize(
         minus: fp32 or fp64, in the shape of `x`.
         plus: the same.
         amax: 0-dim, sets the tensor scale; None takes the largest magnitude of x - minus.
+        out: memory in the shape of `x` that the values may take if it is contiguous and of their
+            dtype; it may be `minus` or `plus`.
 
     Returns:
         (values in the shape of `x`, the tensor scale if it was not applied, else None).
@@ -82,7 +85,7 @@ def fake_quantize(
         "plus": plus,
         "amax": amax,
     }
-    return _module(quantizer).fake_quantize(x, quantizer, **options)
+    return _module(quantizer).fake_quantize(x, quantizer, **options, out=out)
 
 
 def pack(
@@ -116,19 +119,21 @@ def pack_with_values(
     amax: Tensor | None = None,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Packed, Tensor | None]:
     """Quantize a matrix to codes and scales, and also to values if one kernel can write both.
 
     Args:
         x, quantizer, dim, key, amax, minus: as in `pack`.
         dtype, scaled, plus: as in `unpack`, whose result the values equal bit for bit.
+        out: as in `fake_quantize`; untouched if no values are returned.
     """
     matrix, minus, plus = x.detach(), _detached(minus), _detached(plus)
     known = packs(x.shape, quantizer.tile, dim) and _module(quantizer) is in_force
     if known and covers(matrix, quantizer, dim, dtype, minus, plus):
         options: dict[str, Any] = {"dim": dim, "key": key, "minus": minus, "plus": plus}
         options |= {"dtype": dtype, "scaled": scaled or not quantizer.two_level}
-        options["amax"] = _given(amax, quantizer, matrix)
+        options |= {"amax": _given(amax, quantizer, matrix), "out": out}
         with or_reference:
             return backend_for(matrix, minus, plus).pack_with_values(matrix, quantizer, **options)
     return pack(x, quantizer, dim=dim, key=key, amax=amax, minus=minus), None
@@ -143,18 +148,19 @@ def unpack(
     dtype: torch.dtype = torch.float32,
     scaled: bool = True,
     plus: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Dequantize a packed matrix; the values equal `fake_quantize`'s bit for bit.
 
     Args:
         packed: from `pack`, with the same quantizer and `dim`.
         shape: shape of the matrix that was packed.
-        quantizer, dim, dtype, scaled, plus: as in `fake_quantize`.
+        quantizer, dim, dtype, scaled, plus, out: as in `fake_quantize`.
     """
     plus = _detached(plus)
     options: dict[str, Any] = {"dim": dim, "shape": shape, "dtype": dtype, "plus": plus}
     options["scaled"] = scaled or packed.global_scale is None
-    return _module(quantizer).unpack(packed, quantizer, **options)
+    return _module(quantizer).unpack(packed, quantizer, **options, out=out)
 
 
 def _module(quantizer: QuantizerDefinition) -> ModuleType:

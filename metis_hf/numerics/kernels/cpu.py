@@ -68,10 +68,11 @@ def fake_quantize(
     key: noise.Key | int | None,
     dtype: torch.dtype,
     scaled: bool,
+    out: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """See `kernels.fake_quantize`."""
-    values = torch.empty(x.shape, dtype=dtype, device="cpu")
+    values = _memory(x.shape, dtype, out)
     decode = _quantize(x, quantizer, dim, key, y=values, scaled=scaled, **options)
     return values, None if scaled else decode
 
@@ -94,10 +95,15 @@ def pack(
 
 
 def pack_with_values(
-    x: Tensor, quantizer: QuantizerDefinition, *, dtype: torch.dtype, **options: Any
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Packed, Tensor]:
     """See `kernels.pack_with_values`."""
-    values = torch.empty(x.shape, dtype=dtype, device="cpu")
+    values = _memory(x.shape, dtype, out)
     return pack(x, quantizer, y=values, **options), values
 
 
@@ -110,9 +116,10 @@ def unpack(
     dtype: torch.dtype,
     scaled: bool,
     plus: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.unpack`."""
-    values = torch.empty(shape, dtype=dtype, device="cpu")
+    values = _memory(shape, dtype, out)
     decode = packed.global_scale if scaled else None
     by_row = decode is not None and decode.dim() > 0
     options = _options(quantizer, _tile_of(quantizer, 2, dim), torch.float32, dtype, by_row, True)
@@ -194,6 +201,13 @@ def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
     rows = out.numel() // width
     cpu_library.load().draw(out.data_ptr(), rows, width, *noise.seeds(key), torch.get_num_threads())
     return out
+
+
+def _memory(shape: Sequence[int], dtype: torch.dtype, given: Tensor | None) -> Tensor:
+    """Return the given memory if the values can take it, or new memory."""
+    if given is not None and given.dtype is dtype and given.is_contiguous():
+        return given
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _tile_of(quantizer: QuantizerDefinition, ndim: int, dim: int) -> int:

@@ -27,9 +27,14 @@ def in_graph(quantizer: QuantizerDefinition) -> bool:
 
 
 def fake_quantize(
-    x: Tensor, quantizer: QuantizerDefinition, *, key: noise.Key | int | None, **options: Any
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    key: noise.Key | int | None,
+    out: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`; every option is required."""
+    """See `kernels.fake_quantize`; every option is required, and `out` is not used."""
     values, *missing = _quantize(x, _choices(quantizer), **_parts(key), **options)
     return values, missing[0] if missing else None
 
@@ -42,8 +47,10 @@ def pack(
     return Packed(codes, scale, outer[0] if outer else None)
 
 
-def unpack(packed: Packed, quantizer: QuantizerDefinition, **options: Any) -> Tensor:
-    """See `kernels.unpack`; every option is required."""
+def unpack(
+    packed: Packed, quantizer: QuantizerDefinition, *, out: Tensor | None, **options: Any
+) -> Tensor:
+    """See `kernels.unpack`; every option is required, and `out` is not used."""
     values: Tensor = _unpack(*packed, _choices(quantizer), **options)
     return values
 

@@ -33,8 +33,9 @@ def fake_quantize(
     minus: Tensor | None = None,
     plus: Tensor | None = None,
     amax: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`."""
+    """See `kernels.fake_quantize`; `out` is not used."""
     blocks = quantizer.blocks(x if minus is None else x - minus, dim=dim, key=key, amax=amax)
     missing_scale = None
     if not scaled:
@@ -100,8 +101,9 @@ def unpack(
     dtype: torch.dtype,
     scaled: bool,
     plus: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """See `kernels.unpack`."""
+    """See `kernels.unpack`; `out` is not used."""
     codes, scale = blocks_of(packed, quantizer, dim=dim, shape=shape)
     element = quantizer.fmt.element
     values = decode_e2m1(codes) if element == E2M1 else decoded(element, scale, codes)

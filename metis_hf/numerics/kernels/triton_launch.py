@@ -87,10 +87,11 @@ def fake_quantize(
     minus: Tensor | None = None,
     plus: Tensor | None = None,
     amax: Tensor | None = None,
+    out: Tensor | None = None,
     groups: Groups | None = None,
     low: Low | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`, and `fused`; `quantizer` is NVFP4.
+    """See `kernels.fake_quantize`, and `fused`; `quantizer` is NVFP4, and `out` is not used.
 
     Args:
         x: not empty, with `layout.has_form`; any strides.
@@ -144,9 +145,13 @@ def pack_with_values(
     amax: Tensor | None = None,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
+    out: Tensor | None = None,
     low: Low | None = None,
 ) -> tuple[Packed, Tensor | None]:
-    """See `kernels.pack_with_values`, and `fused`; no values with a `minus` or a `plus`."""
+    """See `kernels.pack_with_values`, and `fused`; no values with a `minus` or a `plus`.
+
+    `out` is not used.
+    """
     if minus is not None or plus is not None:
         return pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax), None
     packed, values = _pack(x, quantizer, dtype, scaled, dim=dim, key=key, amax=amax, low=low)
@@ -207,10 +212,11 @@ def unpack(
     dtype: torch.dtype,
     scaled: bool,
     plus: Tensor | None = None,
+    out: Tensor | None = None,
     groups: Groups | None = None,
     low: Low | None = None,
 ) -> Tensor:
-    """See `kernels.unpack`, and `fused`."""
+    """See `kernels.unpack`, and `fused`; `out` is not used."""
     tile, codes = quantizer.tile, packed.codes
     padded = torch.Size(shape)
     if groups is None:

@@ -94,7 +94,7 @@ class Spectral(Conditioner):
                 with or_reference:
                     return kernels.fake_quantize(x.detach(), quantizer, **given, **options)[0], low
         low, dense, exact = self._quantize_factors(a, lam, v, quantizer, dim, key)
-        return quantizer(x, minus=exact, plus=dense, **options), low
+        return quantizer(x, minus=exact, plus=dense, out=dense, **options), low
 
     def parts(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None
@@ -139,8 +139,9 @@ class Spectral(Conditioner):
         if dtype is None:
             residual, values = pack(x, quantizer, dim=dim, key=key.fold(3), minus=exact), None
         else:
-            residual, values = pack_with_values(x, quantizer, minus=exact, plus=dense, **options)
-        return Encoded((*residual, *factors), low, dense, found, values)
+            options |= {"minus": exact, "plus": dense, "out": dense}
+            residual, values = pack_with_values(x, quantizer, **options)
+        return Encoded((*residual, *factors), low, dense if values is None else None, found, values)
 
     def decode(
         self,
@@ -160,11 +161,11 @@ class Spectral(Conditioner):
             with or_reference:
                 x_hat: Tensor = kernels.unpack(encoded.packed, quantizer, **given, **options)
                 return x_hat
-        dense = encoded.dense
-        if dense is None:
-            low = encoded.low or self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
-            dense = low.dense()
-        return unpack(encoded.packed, quantizer, plus=dense, **options)
+        if encoded.dense is not None:
+            return unpack(encoded.packed, quantizer, plus=encoded.dense, **options)
+        low = encoded.low or self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
+        dense = low.dense()
+        return unpack(encoded.packed, quantizer, plus=dense, out=dense, **options)
 
     def decode_with_factors(
         self,

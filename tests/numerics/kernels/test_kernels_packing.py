@@ -15,7 +15,7 @@ from metis_hf.numerics.kernels import (
     unpack,
     use_kernels,
 )
-from metis_hf.numerics.kernels.layout import packs
+from metis_hf.numerics.kernels.layout import covers, packs
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 from numerics.kernels.kernel_tools import (
@@ -63,6 +63,41 @@ def test_codes_and_values_come_from_one_call() -> None:
     with use_kernels("compiled"):
         packed, values = pack_with_values(x, Quantizer(), minus=low, plus=low, **options)
     assert_same_bits(values, unpack(packed, Quantizer(), shape=(20, 32), plus=low))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("columns", [64, 70])
+def test_values_may_take_the_memory_of_what_is_subtracted_and_added(dim, columns) -> None:
+    x, low = torch.randn(2, 37, columns, generator=seeded(columns))
+    options = {"dim": dim, "key": 5}
+    for quantizer in ALL:
+        wanted = fake_quantize(x, quantizer, minus=low, plus=low, **options)[0]
+        out, other, last = low.clone(), low.clone(), low.clone()
+        given = {"dtype": torch.float32, "scaled": True, **options}
+        with use_kernels("compiled"):
+            found = fake_quantize(x, quantizer, minus=out, plus=out, out=out, **options)[0]
+            assert (found is out) == covers(x, quantizer, dim, torch.float32, out, out)
+            packed, values = pack_with_values(
+                x, quantizer, minus=other, plus=other, out=other, **given
+            )
+            # A matrix whose column blocks are ragged is packed without values.
+            assert values is (other if packs(x.shape, quantizer.tile, dim) else None)
+            shape = (37, columns)
+            unpacked = unpack(packed, quantizer, dim=dim, shape=shape, plus=last, out=last)
+        for each in (found, unpacked, *([] if values is None else [values])):
+            assert_same_bits(each, wanted)
+
+
+@pytest.mark.parametrize("kernels", ["reference", pytest.param("compiled", marks=needs_compiler)])
+def test_memory_of_another_dtype_or_layout_is_left_alone(kernels) -> None:
+    x, low = torch.randn(2, 32, 32, generator=seeded(2))
+    for dtype, out in ((torch.bfloat16, low.clone()), (torch.float32, low.t().contiguous().t())):
+        options = {"dtype": dtype, "minus": out, "plus": out}
+        with use_kernels(kernels):
+            found = fake_quantize(x, Quantizer(), out=out, **options)[0]
+            assert_same_bits(found, fake_quantize(x, Quantizer(), **options)[0])
+        assert torch.equal(out, low)
 
 
 @needs_compiler
