@@ -284,7 +284,12 @@ def _index_hash(device: torch.device) -> Tensor:
 
 def static_words(key: Key) -> tuple[int, int]:
     """Return the static part of a key as two signed 32-bit words."""
-    return _signed(_mix(key.static)), _signed(_mix(key.static ^ 0x5BD1E995))
+    return _words(key.static)
+
+
+@functools.lru_cache(maxsize=2**14)  # layers have the same keys in each step
+def _words(static: int) -> tuple[int, int]:
+    return _signed(_mix(static)), _signed(_mix(static ^ 0x5BD1E995))
 
 
 def seeds(key: Key) -> tuple[int, int]:

@@ -10,6 +10,7 @@ This module imports triton; import it only where it is used.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -247,7 +248,8 @@ def unpack(
 
 def _without_padding(values: Tensor, padded: torch.Size, shape: torch.Size) -> Tensor:
     """Return a contiguous matrix of `shape` from padded values, which may have an extra block."""
-    whole = values.view(-1)[: padded.numel()].view(padded)
+    whole = values if values.numel() == padded.numel() else values.view(-1)[: padded.numel()]
+    whole = whole.view(padded)
     return whole if padded == shape else whole[: shape[0], : shape[1]].contiguous()
 
 
@@ -304,7 +306,8 @@ def _choices(
 @functools.cache
 def _constants(choices: _Choices) -> dict[str, Any]:
     """Return the choices as a kernel's arguments."""
-    return {name.upper(): choice for name, choice in choices._asdict().items()}
+    # Python finds a keyword by its identity first; names made at run time need interning for that.
+    return {sys.intern(name.upper()): choice for name, choice in choices._asdict().items()}
 
 
 def _outer_of(
