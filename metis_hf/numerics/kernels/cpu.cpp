@@ -269,11 +269,12 @@ INLINE F nearest(F a) {  // [0, 7) to E2M1, ties to even
   F spacing = spacing_of(a);
   return exact_fma(spacing, all(-.5f * MAGIC), exact_fma(spacing, all(.5f * MAGIC), a));
 }
-INLINE F stochastic(F a, F uniform) {  // as `rounding.round_stochastic`
-  F spacing = spacing_of(a), inverse = number(all(0x7f000000) - bits(spacing));
-  F steps = a * (inverse * 2.f), whole = to_float(to_int(steps));
+// As `rounding.round_stochastic`. NaN gives any number: the scale of its block is NaN.
+INLINE F stochastic(F a, F uniform) {
+  F spacing = spacing_of(a);
+  F steps = a * number(all(0x7f800000) - bits(spacing)), whole = to_float(to_int(steps));
   F up = pick(steps - whole > uniform, all(1.f), all(0.f));
-  return pick(a == a, (whole + up) * (spacing * .5f), a);
+  return (whole + up) * (spacing * .5f);
 }
 INLINE F e4m3(F v, int up) {  // rounds [0, 448] or NaN to E4M3, kept in fp32
   I b = bits(v), cut;
@@ -318,12 +319,17 @@ INLINE uint32_t mix(uint32_t h) {
   h = (h ^ h >> 15) * M2;
   return h ^ h >> 16;
 }
+INLINE I mix(I h) {
+  h = times(h ^ right(h, 16), M1);
+  h = times(h ^ right(h, 15), M2);
+  return h ^ right(h, 16);
+}
 INLINE F uniform(I block, I lanes) {  // from hashes of blocks and lanes
   I h = times(block ^ lanes, M1);
   h = times(h ^ right(h, 15), M2);
   I whole;
   EACH whole.p[i] = h.p[i] >> 8;
-  return to_float(whole) * 5.9604644775390625e-8f + all(.5f);
+  return exact_fma(to_float(whole), all(5.9604644775390625e-8f), all(.5f));  // 2^-24
 }
 
 // ---------------------------------------------------------------- quantizing
@@ -357,7 +363,7 @@ struct Shape {
 struct Task : Shape {
   Options o;
   Call c;
-  I lanes;
+  I lanes, numbers;  // hashes of lanes, and 0 to 15
   float encode, decode;  // the tensor's outer scale, if rows have none of their own
 
   int64_t spans() const { return c.rows * across; }
@@ -554,8 +560,11 @@ APART void read_tile(const Task &t, int64_t first, int count, F *m) {
   int64_t step = t.step();
   with_dtype(t, t.o.in, t.c.minus, [=, x = t.c.x](Shape s, int dtype, const float *minus) {
     for (int r = 0; r < count; r++) {
-      F v = load_span(s, x, first + r * step, dtype);
-      m[r] = minus ? v - load_span(s, minus, first + r * step, FP32) : v;
+      int64_t span = first + r * step;
+      // Ahead of the processor's own prefetching, which stops at the end of each page.
+      if (step == 1 && dtype == FP32) __builtin_prefetch((const float *)x + (span + 128) * 16);
+      F v = load_span(s, x, span, dtype);
+      m[r] = minus ? v - load_span(s, minus, span, FP32) : v;
     }
   });
   std::fill(m + count, m + 16, all(0.f));
@@ -592,14 +601,17 @@ template <bool ROW, bool STOCHASTIC>
 APART void round_tile(const Task &t, int64_t first, int count, Tile &w, float *out, int64_t apart) {
   int64_t step = t.step();
   I lanes = t.lanes;
-  uint32_t seed = t.c.first, added = t.c.second;
+  int32_t blocks[16];
+  if (STOCHASTIC) {
+    I span = times(t.numbers, (uint32_t)step) + (int32_t)(first + t.c.first);
+    store(blocks, 0, number(mix(span) + (int32_t)t.c.second), FP32);
+  }
   bool outer = t.o.two_level && t.o.scaled, pack = t.c.codes;
   Scales s = w.s;
   for (int r = 0; r < count; r++) {
     F y = w.m[r] * (ROW ? all(w.inverse[r]) : s.inverse), a = at_most(absolute(y), 6.f);
     if (STOCHASTIC) {
-      uint32_t block = mix((uint32_t)(first + r * step) + seed) + added;
-      a = stochastic(a, uniform(all((int32_t)block), lanes));
+      a = stochastic(a, uniform(all(blocks[r]), lanes));
     } else {
       a = nearest(a);
     }
@@ -696,14 +708,15 @@ static void share(int64_t tiles, int threads, Work work, int64_t least = 32) {
   parallel([](void *all) { (*(decltype(take) *)all)(); }, &take, (unsigned)parts, 0);
 }
 
-static I lane_hashes() {
+static I numbers() {
   I r;
-  EACH for (int j = 0; j < W; j++) r.p[i][j] = (int32_t)mix(i * W + j);
+  EACH for (int j = 0; j < W; j++) r.p[i][j] = i * W + j;
   return r;
 }
+static I lane_hashes() { return mix(numbers()); }
 
 static Task task_of(const Options *options, const Call *call) {
-  return {{call->columns, (call->columns + 15) / 16}, *options, *call, lane_hashes(), 1, 1};
+  return {{call->columns, (call->columns + 15) / 16}, *options, *call, lane_hashes(), numbers(), 1, 1};
 }
 
 static float largest_of(const Task &t, int threads) {
