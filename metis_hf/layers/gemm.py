@@ -27,6 +27,7 @@ from metis_hf.layers.corrections import by_columns, by_rows, term_of
 from metis_hf.layers.saved_input import SavedInput, encode_once
 from metis_hf.layers.unsupported import differentiable_once, refuse_batched_gradients
 from metis_hf.numerics.kernels.epilogue import finish_product
+from metis_hf.numerics.kernels.workspace import Workspace
 from metis_hf.operands import Encoded, LowRank, Operand, Quantized
 from metis_hf.operands.kept_weight import KeptWeight
 from metis_hf.operands.weight_forms import DenseWeight, WeightForm
@@ -249,10 +250,13 @@ class QuantizedGemm(torch.autograd.Function):
             if plan.kept is None and isinstance(plan.weight, DenseWeight):
                 matrices.append((Role.FPROP_WEIGHT, params[0].detach()))
             plan.expect(*matrices)
-            x_hat, saved = plan.input_operand(x)
+            memory = Workspace(x)
+            with memory:
+                x_hat, saved = plan.input_operand(x)
             w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
             plan.expect()
             y = plan.fprop(x, x_hat, params, w_hat, bias)
+            memory.release(saved.tensors)
         ctx.save_for_backward(*params, *saved.tensors)
         ctx.plan, ctx.saved_kind, ctx.x_dtype = plan, saved.kind, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -268,26 +272,30 @@ class QuantizedGemm(torch.autograd.Function):
         params, saved = tensors[: len(need_params)], tensors[len(need_params) :]
         dx = dbias = None
         dparams: Sequence[Tensor | None] = [None] * len(params)
+        memory = Workspace(dy)
         with torch.autocast(dy.device.type, enabled=False):
             if need_x and any(need_params) and not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
                 plan.expect((Role.WGRAD_GRAD_OUTPUT, dy))
             if need_x or (any(need_params) and plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT)):
-                d_hat = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
+                with memory:
+                    d_hat = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
             if need_x:
                 w_hat = plan.weight_operand(Role.DGRAD_WEIGHT, params)
                 dx = plan.dgrad(dy, d_hat, params, w_hat)
                 dx = _without_padding(dx, dx.shape[0], params[-1].shape[1]).to(ctx.x_dtype)
             if any(need_params):
-                if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
-                    d_hat = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
-                    plan.expect()
-                shape = (dy.shape[0], params[-1].shape[1])
-                x_hat = plan.wgrad_input(SavedInput(ctx.saved_kind, saved), shape)
+                with memory:
+                    if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
+                        d_hat = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
+                        plan.expect()
+                    shape = (dy.shape[0], params[-1].shape[1])
+                    x_hat = plan.wgrad_input(SavedInput(ctx.saved_kind, saved), shape)
                 dw = _without_padding(plan.wgrad(dy, d_hat, x_hat), *params[-1].shape)
                 dparams = plan.weight.gradients(
                     params, dw, plan.scheme.fprop_weight, key=plan.keys[Role.FPROP_WEIGHT]
                 )
                 dparams = [g if need else None for g, need in zip(dparams, need_params)]
+            memory.release()
             if need_bias:
                 dbias = dy.sum(0).to(ctx.bias_dtype)
         return dx, dbias, None, *dparams

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import Packed, fused, pack, unpack
+from metis_hf.numerics.kernels import Packed, fused, pack, unpack, workspace
 from metis_hf.numerics.kernels.layout import Groups
 from metis_hf.numerics.kernels.request import or_reference
 
@@ -38,7 +38,9 @@ class LowRank(NamedTuple):
 
     def dense(self) -> Tensor:
         """Multiply out [t k] @ [k c] -> [t c]."""
-        return (self.left * self.lengths) @ self.right
+        left = self.left * self.lengths
+        memory = workspace.take((*left.shape[:-1], self.right.shape[-1]), left.dtype)
+        return torch.matmul(left, self.right, out=memory)
 
 
 class Encoded(NamedTuple):
@@ -336,7 +338,8 @@ class AroundQuantizer(Conditioner):
                     x.detach(), quantizer, scaled=True, **given
                 )
                 return found[0]
-        quantized = quantizer(own.forward(as_fp32(x), dim=dim), dim=dim, key=key)
+        transformed = own.forward(as_fp32(x), dim=dim)
+        quantized = quantizer(transformed, dim=dim, key=key, out=workspace.own(transformed))
         return own.inverse(quantized, dim=dim).to(dtype)
 
     def parts(

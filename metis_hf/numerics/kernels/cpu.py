@@ -18,7 +18,7 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4
-from metis_hf.numerics.kernels import cpu_library
+from metis_hf.numerics.kernels import cpu_library, workspace
 from metis_hf.numerics.kernels.layout import BLOCK, Packed, packed_shapes, readable
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
@@ -204,10 +204,11 @@ def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
 
 
 def _memory(shape: Sequence[int], dtype: torch.dtype, given: Tensor | None) -> Tensor:
-    """Return the given memory if the values can take it, or new memory."""
+    """Return the given memory if the values can take it, or other memory."""
     if given is not None and given.dtype is dtype and given.is_contiguous():
         return given
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    memory = workspace.take(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu") if memory is None else memory
 
 
 def _tile_of(quantizer: QuantizerDefinition, ndim: int, dim: int) -> int:
