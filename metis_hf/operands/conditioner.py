@@ -38,9 +38,7 @@ class LowRank(NamedTuple):
 
     def dense(self) -> Tensor:
         """Multiply out [t k] @ [k c] -> [t c]."""
-        left = self.left * self.lengths
-        memory = workspace.take((*left.shape[:-1], self.right.shape[-1]), left.dtype)
-        return torch.matmul(left, self.right, out=memory)
+        return workspace.matmul(self.left * self.lengths, self.right)
 
 
 class Encoded(NamedTuple):
@@ -338,9 +336,9 @@ class AroundQuantizer(Conditioner):
                     x.detach(), quantizer, scaled=True, **given
                 )
                 return found[0]
-        transformed = own.forward(as_fp32(x), dim=dim)
-        quantized = quantizer(transformed, dim=dim, key=key, out=workspace.own(transformed))
-        return own.inverse(quantized, dim=dim).to(dtype)
+        turned = own.forward(as_fp32(x), dim=dim)
+        turned = quantizer(turned, dim=dim, key=key, out=workspace.own(turned))
+        return own.inverse(turned, dim=dim).to(dtype)
 
     def parts(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None = None

@@ -52,16 +52,12 @@ def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
     missing = -x.shape[dim] % size
     if missing:
         x = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
-    memory = workspace.take(x.shape, x.dtype)
     if dim == x.dim() - 1:
-        rows = x.reshape(-1, size)
-        out = None if memory is None else memory.view(rows.shape)
-        return torch.matmul(rows, matrix.T, out=out).view(x.shape)
+        return workspace.matmul(x.reshape(-1, size), matrix.T).view(x.shape)
     # [.. b n c]: one small product per block, with contiguous rows.
     count, after = x.shape[dim] // size, x.shape[dim + 1 :].numel()
     blocks = x.reshape(*x.shape[:dim], count, size, after)
-    out = None if memory is None else memory.view(blocks.shape)
-    return torch.matmul(matrix, blocks, out=out).view(x.shape)
+    return workspace.matmul(matrix, blocks).view(x.shape)
 
 
 def rotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:

@@ -153,18 +153,7 @@ class Exact:
 
     two_level: bool = False
 
-    def __call__(
-        self,
-        x,
-        *,
-        dim=-1,
-        key=None,
-        dtype=torch.float32,
-        minus=None,
-        plus=None,
-        amax=None,
-        out=None,
-    ):
+    def __call__(self, x, *, minus=None, plus=None, **_):
         after = x if minus is None else x - minus
         return after if plus is None else after + plus
 
@@ -204,16 +193,7 @@ class Recorder:
     calls: list[Call]
 
     def __call__(
-        self,
-        x,
-        *,
-        dim=-1,
-        key=None,
-        dtype=torch.float32,
-        minus=None,
-        plus=None,
-        amax=None,
-        out=None,
+        self, x, *, dim=-1, key=None, dtype=torch.float32, minus=None, plus=None, amax=None, **_
     ):
         before = x.detach().clone() if minus is None else x.detach() - minus
         after = self.quantizer(before, dim=dim, key=key, amax=amax)

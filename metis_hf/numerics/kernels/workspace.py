@@ -83,6 +83,12 @@ def take(shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
     return None if active is None else active.take(shape, dtype)
 
 
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [m n] @ b [.. n p], in memory from the workspace of the `with` block in force."""
+    out = take((*b.shape[:-2], a.shape[-2], b.shape[-1]), a.dtype)
+    return torch.matmul(a, b, out=out)
+
+
 def own(x: Tensor) -> Tensor | None:
     """Return x if its memory comes from the workspace of the `with` block in force, else None."""
     if torch.compiler.is_compiling() or _thread.active is None:
