@@ -80,12 +80,7 @@ def calibrated_model(
     The returned model is in fp32 on the CPU. A dense checkpoint is converted. A checkpoint in a
     scheme without static scales moves to the chosen scheme, with the same layers and the weights
     that it represents. A checkpoint with static scales keeps its schemes and is calibrated again.
-
-    Args:
-        checkpoint: a directory or a hub name.
-        calibration: the text, and how it is used.
-        report: called with each line about the work.
-        progress: shows the finished batches.
+    `report` is called with each line about the work.
 
     Raises:
         FileNotFoundError: the text file is missing.

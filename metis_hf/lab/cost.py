@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,23 +22,16 @@ from transformers.pytorch_utils import Conv1D
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.conversion.report import experts_per_token
-from metis_hf.lab.conditioner_cost import Shape, conditioner_cost
+from metis_hf.lab.conditioner_cost import ConditionerCost, conditioner_cost
 from metis_hf.layers.experts import converted_names, layers_of
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import make_layer
-from metis_hf.operands import SplitWeight
+from metis_hf.operands import Operand, SplitWeight
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.schemes.listing import WIDTH
+from metis_hf.schemes.roles import contracted_dim, tensor_of
 
 TOKENS = 8192  # default number of tokens per step
-_TENSORS = {
-    Role.FPROP_INPUT: "input",
-    Role.FPROP_WEIGHT: "weight",
-    Role.DGRAD_GRAD_OUTPUT: "grad_output",
-    Role.DGRAD_WEIGHT: "weight",
-    Role.WGRAD_GRAD_OUTPUT: "grad_output",
-    Role.WGRAD_INPUT: "input",
-}
 
 
 @dataclass(frozen=True)
@@ -148,16 +142,15 @@ def inputs_of(
     found: dict[str, Hashable] = {name: name for name in layers}
     held: list[Tensor] = []  # keeps the tensors alive, so that their ids stay unique
 
-    def note(name: str):
-        def hook(_layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else next(iter(kwargs.values()))
-            held.append(x)
-            found[name] = id(x)
-
-        return hook
+    def note(
+        name: str, _layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        held.append(x)
+        found[name] = id(x)
 
     handles = [
-        layer.register_forward_pre_hook(note(name), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(note, name), with_kwargs=True)
         for name, layer in layers.items()
     ]
     try:
@@ -169,29 +162,24 @@ def inputs_of(
     return found
 
 
-def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
-    """Return (role, shape of the matrix, contracted dimension) of the six operands."""
-    return (
-        (Role.FPROP_INPUT, (t, i), -1),
-        (Role.FPROP_WEIGHT, (o, i), -1),
-        (Role.DGRAD_GRAD_OUTPUT, (t, o), -1),
-        (Role.DGRAD_WEIGHT, (o, i), 0),
-        (Role.WGRAD_GRAD_OUTPUT, (t, o), 0),
-        (Role.WGRAD_INPUT, (t, i), 0),
-    )
+def _cost(operand: Operand, role: Role, layer: MetisLayer, tokens: int) -> ConditionerCost:
+    """Return the cost of conditioning the operand at a role."""
+    i, o = layer.in_features, layer.out_features
+    shapes = {"input": (tokens, i), "weight": (o, i), "grad_output": (tokens, o)}
+    return conditioner_cost(operand.conditioner, shapes[tensor_of(role)], contracted_dim(role))
 
 
 def _encodings(
     layer: MetisLayer, tokens: int, read: Hashable, number: int, encoded: set[Hashable]
 ) -> Iterator[tuple[str, float]]:
     """Yield (kind, FLOPs) of encoding a layer's operands that are not in `encoded`; add them."""
-    for role, shape, dim in _places(tokens, layer.in_features, layer.out_features):
+    for role in Role:
         operand = layer.scheme.operand(role)
         if operand is None or operand.quantizer is None or _is_stored_split(layer, role):
             continue
-        kind = _TENSORS[role]
+        kind, dim = tensor_of(role), contracted_dim(role)
         tensor = kind, read if kind == "input" else number  # the layer's own weight or gradient
-        cost = conditioner_cost(operand.conditioner, shape, dim)
+        cost = _cost(operand, role, layer, tokens)
         made = dict(cost.encode)
         if cost.rotated is not None:  # two operands may share a rotation
             if (tensor, cost.rotated) in encoded:
@@ -219,7 +207,6 @@ def _weight_factors(layer: MetisLayer) -> Iterator[tuple[str, float]]:
 def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
     """Yield the FLOPs of thin, sparse and correction products, and of rotating outputs back."""
     t, i, o = tokens, layer.in_features, layer.out_features
-    places = {role: (shape, dim) for role, shape, dim in _places(t, i, o)}
     form = layer.weight_form
     if isinstance(form, SplitWeight) and form.side_branch:
         yield "thin_products", 3 * 2.0 * t * form.rank * (i + o)
@@ -235,16 +222,14 @@ def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
                 continue
             rank = layer.scheme.directions(role)
             if not _is_stored_split(layer, role):
-                shape, dim = places[used]
-                cost = conditioner_cost(operand.conditioner, shape, dim)
+                cost = _cost(operand, used, layer, t)
                 rank = cost.low_rank
                 # The doubled channels of a copy made for another GEMM lie along this output.
                 length = rows if used is role else n
                 yield "thin_products", 2.0 * cost.channels * columns * length
                 yield "sparse_products", 2.0 * cost.sparse * columns
-                contracted = places[role][1] % 2
-                if cost.rotated is not None and cost.rotated[1] != contracted:
-                    yield "rotation", cost.encode["rotation"] * columns / shape[contracted]
+                if cost.rotated is not None and cost.rotated[1] != contracted_dim(role) % 2:
+                    yield "rotation", cost.encode["rotation"] * columns / n
             yield "thin_products", 2.0 * rank * (n * columns + m * p)
             if other in layer.scheme.corrected:
                 yield "corrections", 2.0 * rank * n * columns
@@ -252,4 +237,4 @@ def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
 
 def _is_stored_split(layer: MetisLayer, role: Role) -> bool:
     """Return whether the role's operand is a weight stored as factors and residual."""
-    return layer.scheme.multiplies_factors and _TENSORS[role] == "weight"
+    return layer.scheme.multiplies_factors and tensor_of(role) == "weight"

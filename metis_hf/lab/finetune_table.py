@@ -77,11 +77,8 @@ Run = Sequence[Outcome]
 def rows_of(runs: Sequence[Run], text: str) -> list[tuple[str, ...]]:
     """Return the rows of a table; "Recovered" is the share of ptq's loss rise that a method undoes.
 
-    Several runs, one per seed, give means, with a 95 % interval if they differ.
-
-    Args:
-        runs: the outcomes of each seed; the first run decides which methods are shown.
-        text: the name of the text.
+    Several runs, one per seed, give means, with a 95 % interval if they differ. The first run
+    decides which methods are shown.
     """
     rows: list[tuple[str, ...]] = []
     losses = [{one.method: one.texts[text].loss for one in run} for run in runs]

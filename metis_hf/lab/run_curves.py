@@ -29,17 +29,11 @@ _END = 10  # the gap at the end is the mean over the last 1/10 of the steps
 
 @dataclass(frozen=True)
 class Gaps:
-    """The gaps of a run to its control, in percent of the control's loss.
+    """The gaps of a run to its control, in percent of the control's loss."""
 
-    Attributes:
-        steps: steps at which both runs logged a training loss.
-        training: the gap at each of `steps`; NaN where a loss is not finite.
-        held_out: the gap at the last step at which both runs were evaluated; NaN without one.
-    """
-
-    steps: list[int]
-    training: list[float]
-    held_out: float
+    steps: list[int]  # steps at which both runs logged a training loss
+    training: list[float]  # the gap at each of `steps`; NaN where a loss is not finite
+    held_out: float  # at the last step at which both runs were evaluated; NaN without one
 
     @property
     def at_end(self) -> float:
@@ -58,11 +52,10 @@ def gaps_to_control(run: RunRecord, runs: Sequence[RunRecord]) -> Gaps | None:
         return None
     alike = (one for one in controls if one.config.get("seed") == run.config.get("seed"))
     control = next(alike, controls[0])
-    found = [
+    training, held_out = (
         gaps_percent(dict(zip(*run.series(name))), dict(zip(*control.series(name))))
         for name in ("loss", HELD_OUT)
-    ]
-    training, held_out = found
+    )
     return Gaps([*training], [*training.values()], next(reversed(held_out.values()), math.nan))
 
 
@@ -78,12 +71,10 @@ def curves_figure(runs: Sequence[RunRecord]) -> bytes | None:
     controls = [run.name for run in runs if run.config.get("scheme") == CONTROL]
     drawn = telling(ends, controls[:1])
     # The first run of a scheme gets the scheme's style.
-    seen = dict.fromkeys(str(run.config.get("scheme")) for run in runs)
-    keys = {run.name: run.name for run in runs}
-    keys |= {
-        next(run.name for run in runs if str(run.config.get("scheme")) == scheme): scheme
-        for scheme in seen
-    }
+    first: dict[str, str] = {}
+    for run in runs:
+        first.setdefault(str(run.config.get("scheme")), run.name)
+    keys = {run.name: run.name for run in runs} | {name: s for s, name in first.items()}
     styles = scheme_styles(list(keys.values()), repeat=True)
     above, held_out = [], []
     for run in runs:
@@ -95,14 +86,11 @@ def curves_figure(runs: Sequence[RunRecord]) -> bytes | None:
         steps, losses = run.series(HELD_OUT)
         if steps and run.name in drawn:
             held_out.append(Line(run.name, steps, losses, style, points=True))
-    panels = [
-        (lines, label)
-        for lines, label in (
-            (above, f"training loss above {CONTROL} (%)"),
-            (held_out, "held-out loss (nats per token)"),
-        )
-        if lines
-    ]
+    labeled = (
+        (above, f"training loss above {CONTROL} (%)"),
+        (held_out, "held-out loss (nats per token)"),
+    )
+    panels = [(lines, label) for lines, label in labeled if lines]
     if not panels:
         return None
     figure, axes = figure_axes(len(panels), 1, (9.5, 1 + 3.2 * len(panels)), sharex=True)

@@ -14,9 +14,7 @@ from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 def smoke_model(directory: Path, *, write: bool = True) -> tuple[str, str]:
     """Write a tiny model with its tokenizer, and a file of texts; return the two paths.
 
-    Args:
-        directory: where both are written.
-        write: False where another process writes them.
+    Without `write`, another process writes them.
     """
     path, data = directory / "smoke-model", directory / "smoke.jsonl"
     if write:

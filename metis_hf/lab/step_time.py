@@ -37,21 +37,13 @@ class Added:
 
 @dataclass(frozen=True)
 class Device:
-    """A device and its calibration.
+    """A device and its calibration."""
 
-    Attributes:
-        name: the name to print.
-        memory: GiB available to a process; None if unknown.
-        rates: width of a model -> FLOP/s of its steps without quantizers, optimizer included.
-        added: measured scheme -> time that its quantizers add; see `timed_as`.
-        source: the source of the numbers.
-    """
-
-    name: str
-    memory: float | None
-    rates: Mapping[int, float]
-    added: Mapping[str, Added]
-    source: str
+    name: str  # to print
+    memory: float | None  # GiB available to a process; None if unknown
+    rates: Mapping[int, float]  # model width -> FLOP/s without quantizers, optimizer included
+    added: Mapping[str, Added]  # measured scheme -> time that its quantizers add; see `timed_as`
+    source: str  # of the numbers
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -131,11 +123,8 @@ def step_seconds(
     state changes with each step cannot be recorded. With several processes a recorded step computes
     the forward pass twice, as under FSDP2 (`training.block_graphs`).
 
-    Args:
-        model: the converted model; it may be on the meta device.
-        flops: FLOPs of a step over all processes, from `training_plan.step_flops`.
-        load: the amount of training.
-        device: one of `DEVICES`.
+    The converted model may be on the meta device; `flops` is the result of
+    `training_plan.step_flops`.
     """
     layers = list(metis_layers(model))
     rate = _interpolate(device.rates, model.config.hidden_size)

@@ -23,8 +23,8 @@ import ast
 import functools
 import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,8 +171,7 @@ class Store:
             )
         write_json(path, {**there, **inputs})
 
-    @contextmanager
-    def hold(self, name: str = "") -> Iterator[None]:
+    def hold(self, name: str = "") -> AbstractContextManager[None]:
         """Lock the directory, or one task, against other writers while the block runs.
 
         The operating system releases the lock when the process ends. Child processes, forked ones
@@ -184,8 +183,7 @@ class Store:
         Raises:
             ValueError: another process holds the lock; the message names that process.
         """
-        with hold(self._lock_file(name), option=self.option):
-            yield
+        return hold(self._lock_file(name), option=self.option)
 
     def _lock_file(self, name: str) -> Path:
         path = self.path(name)

@@ -28,14 +28,7 @@ def model_sequences(
 ) -> Tensor:
     """Return the start of a text as token ids [n length] that the model can read.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        text: see `read_sequences`.
-        sequences: the largest n, at least `fewest`.
-        length: tokens per sequence.
-        config: the model's config.
-        model: the model's name, for messages.
-        fewest: the smallest n.
+    `fewest` <= n <= `sequences`; `model` is the model's name, for messages.
 
     Raises:
         FileNotFoundError, ValueError: impossible sizes, a text that is too short, sequences longer

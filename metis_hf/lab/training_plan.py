@@ -59,12 +59,7 @@ class Plan:
 
 
 def plan_training(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -> Plan:
-    """Plan the training of a model from scratch.
-
-    Args:
-        config: the config of a dense decoder model (Llama, GPT-2, ...).
-        metis: the config of the conversion.
-        workload: the amount of training.
+    """Plan the training of a dense decoder model (Llama, GPT-2, ...) from scratch.
 
     Raises:
         ValueError: a model with layers other than attention and linear ones, checkpointing of a
@@ -159,13 +154,9 @@ def step_flops(
 def print_plan(
     plan: Plan, console: Console | None = None, *, device: str | None = None, runs: int = 1
 ) -> None:
-    """Print a plan as two tables.
+    """Print the plan of one run as two tables, and the time of `runs` such runs.
 
-    Args:
-        plan: the plan of one run.
-        console: where to print.
-        device: one of `step_time.DEVICES`; None: `device_for` chooses.
-        runs: number of such runs, one after the other.
+    `device` is one of `step_time.DEVICES`; None: `device_for` chooses.
     """
     console, load, counts = console or Console(), plan.workload, plan.parameters
     run = {

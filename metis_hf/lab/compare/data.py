@@ -42,10 +42,9 @@ def embed(
 
     Args:
         directory: parent of the three.
-        vocab_size: vocabulary size of a new tokenizer.
+        vocab_size: of a new tokenizer.
         sequence_length: tokens per sequence.
-        tokens: largest number of tokens in `train`; None takes all.
-        held_out_tokens: largest number of tokens in `validation`; None takes all.
+        tokens, held_out_tokens: most tokens in `train` and `validation`; None takes all.
         text: a folder of .txt or .txt.xz files (`shards.text_files`); None: the sources of
             Python's standard library.
         tokenizer: the model's tokenizer; None trains a new one.

@@ -37,10 +37,7 @@ from metis_hf.shared.numbers import gib, si
 def show_plan(plan: ComparisonPlan, console: Console, device: str | None = None) -> None:
     """Print what a comparison would train, and for how long; nothing is trained or written.
 
-    Args:
-        plan: the plan of the comparison.
-        console: where to print.
-        device: one of `step_time.DEVICES`; None: `device_for` chooses.
+    `device` is one of `step_time.DEVICES`; None: `device_for` chooses.
     """
     config = AutoConfig.for_model(**plan.experiment.model)
     for line in describe(plan, config):
@@ -126,11 +123,7 @@ def row(
 def remarks(plan: ComparisonPlan, device: Device, total: float, memory: float) -> Iterator[str]:
     """Yield a sentence each on the source of the times, on memory, and for warnings.
 
-    Args:
-        plan: the plan of the comparison.
-        device: the device of the times.
-        total: seconds of all runs.
-        memory: bytes of a run without quantizers.
+    `total` is the seconds of all runs, `memory` the bytes of a run without quantizers.
     """
     yield f"Times are {device.source}. They exclude compilation, data loading and evaluation."
     if not math.isnan(memory):

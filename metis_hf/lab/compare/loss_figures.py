@@ -38,12 +38,7 @@ def plot_all(
 ) -> None:
     """Draw the three figures into a directory; without gaps only the curves remain.
 
-    Args:
-        summaries: the summaries of the variants.
-        results: the results of their runs.
-        out: the directory.
-        title: title of each figure: model, tokens and seeds.
-        reference: variant whose curve is always drawn.
+    Every figure has the title. The curve of the variant `reference` is always drawn.
     """
     plot_curves(results, out / "loss.png", title, reference)
     for name in ("gap.png", "cost.png"):  # earlier ones, which may not be drawn again

@@ -39,12 +39,9 @@ def ordered(summaries: Sequence[Summary]) -> list[Summary]:
 def header(
     summaries: Sequence[Summary], reference: str | None = None, *, timed: bool = True
 ) -> list[str]:
-    """Return the titles of the columns.
+    """Return the titles of the columns of summaries that were compared with `reference`.
 
-    Args:
-        summaries: the rows.
-        reference: the variant that the summaries were compared with.
-        timed: show step times, which are meaningless for runs that shared a machine.
+    With `timed`, step times are shown, which are meaningless for runs that shared a machine.
     """
     return [title for title, _ in _columns(summaries, reference, timed)]
 

@@ -17,12 +17,7 @@ _RESIDUAL_WRITERS = ("o_proj", "down_proj")  # in Llama and similar models
 
 
 class ExperimentTrainer(MetisTrainer):
-    """MetisTrainer with the schedule and the weight decay of an experiment.
-
-    Args:
-        experiment: provides `one_cycle` and `decay_embeddings`.
-        **options: arguments of transformers' Trainer.
-    """
+    """MetisTrainer with an experiment's `one_cycle` and `decay_embeddings`."""
 
     def __init__(self, experiment: Experiment, **options: Any) -> None:
         self._one_cycle = experiment.one_cycle

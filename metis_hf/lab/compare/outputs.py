@@ -41,13 +41,8 @@ def write_outputs(
 ) -> None:
     """Write FILES into `out`, and print table and findings.
 
-    Args:
-        plan: the comparison.
-        results: the results of its runs. Step times come from `measure_times`; without those, the
-            runs' own times are shown if one run at a time was trained.
-        out: the comparison's directory.
-        jobs: number of runs that were trained side by side; None if unknown.
-        console: where the table goes.
+    Step times come from `measure_times`; without those, the runs' own times are shown if one run at
+    a time was trained. `jobs` is the number of runs side by side; None if unknown.
     """
     times, about_times = load_times(plan, out / TIMES_FILE, {r.scheme for r in results})
     if times:
@@ -81,9 +76,9 @@ def write_outputs(
         summaries, plan.reference, timed=timed, width=console.width
     )
     console.print(table)
-    for sentence in sentences + (
-        [f"Columns shown only in table.md: {', '.join(left_out)}."] if left_out else []
-    ):
+    if left_out:
+        sentences.append(f"Columns shown only in table.md: {', '.join(left_out)}.")
+    for sentence in sentences:
         console.print(f"- {sentence}")
     if (beside := published.match(plan)) is not None:
         (out / PUBLISHED_FILE).write_text(published.markdown(beside, summaries))
@@ -103,13 +98,8 @@ def write_tables(
 ) -> None:
     """Write the table and the figures; without gaps, existing gap and cost figures are removed.
 
-    Args:
-        summaries: the summaries in the order of the table.
-        results: the results of the runs, with their curves.
-        out: the directory.
-        sentences: printed below the table; the first describes the comparison.
-        reference: see `ComparisonPlan`.
-        timed: whether the tables show step times; the CSV file always does.
+    The sentences are printed below the table; the first describes the comparison. Without `timed`,
+    only the CSV file shows step times.
     """
     body = loss_table.markdown(summaries, reference, timed=timed) + "\n"
     body += "".join(f"- {text}\n" for text in sentences)
@@ -122,11 +112,8 @@ def write_tables(
 def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> dict[str, float]:
     """Return variant -> multiply-adds beyond the three GEMMs, in % of theirs (`overhead`).
 
-    NaN for models with fused experts, where tokens per expert are unknown beforehand.
-
-    Args:
-        model: AutoConfig's arguments for the compared model.
-        results: the results, with the config of each run; precision schedules are not counted.
+    NaN for models with fused experts, where tokens per expert are unknown beforehand. `model` holds
+    AutoConfig's arguments. Precision schedules are not counted.
     """
     config = AutoConfig.for_model(**model)
     configs = {result.scheme: MetisConfig.from_dict(result.config) for result in results}

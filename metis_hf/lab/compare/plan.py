@@ -25,7 +25,6 @@ from metis_hf.lab.show.figure import scheme_styles
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 
 ALL = "all"  # stands for every registered scheme
-_OPTIONAL = ("checkpoint", "one_cycle", "decay_embeddings", "scaled_residuals")  # of Experiment
 # TrainingArguments that choose a schedule and so replace the size's `one_cycle`.
 _SCHEDULE = {"lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"}
 # Prefixes of TrainingArguments that control reporting and do not affect results.
@@ -35,33 +34,20 @@ DEFAULT_REFERENCE = "metis"  # used if it is among the variants
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
-    """A comparison.
+    """A comparison."""
 
-    Attributes:
-        variants: in the order of the table.
-        seeds: every variant runs with each.
-        experiment: the settings of all runs; its seed is replaced by each of `seeds`.
-        size: name of the size that the experiment comes from; "checkpoint" if it starts from one.
-        global_batch: sequences per optimizer step.
-        eval_sequences: largest number of held-out sequences for the loss.
-        data: directory of chunked tokens or of text files, or None for the standard library's
-            sources.
-        validation: directory of chunked held-out tokens; None takes `data`'s own.
-        tasks: lm-eval's tasks, evaluated on every trained model.
-        tasks_dir: local data for them, or None for lm-eval's own sources.
-        reference: variant that the others are compared with, in addition to the control, or None.
-    """
-
-    variants: tuple[Variant, ...]
-    seeds: tuple[int, ...]
-    experiment: Experiment
-    size: str
-    global_batch: int
-    eval_sequences: int
+    variants: tuple[Variant, ...]  # in the order of the table
+    seeds: tuple[int, ...]  # every variant runs with each
+    experiment: Experiment  # the settings of all runs; its seed is replaced by each of `seeds`
+    size: str  # name of the size that the experiment comes from, or "checkpoint"
+    global_batch: int  # sequences per optimizer step
+    eval_sequences: int  # largest number of held-out sequences for the loss
+    # Directory of chunked tokens or of text files; None: the standard library's sources.
     data: str | None = None
-    validation: str | None = None
-    tasks: tuple[str, ...] = ()
-    tasks_dir: str | None = None
+    validation: str | None = None  # chunked held-out tokens; None takes `data`'s own
+    tasks: tuple[str, ...] = ()  # lm-eval's tasks, evaluated on every trained model
+    tasks_dir: str | None = None  # local data for them; None: lm-eval's own sources
+    # Variant that the others are compared with, in addition to the control.
     reference: str | None = None
 
     def runs(self) -> list[tuple[Variant, int]]:
@@ -84,10 +70,9 @@ class ComparisonPlan:
         del experiment["seed"]
         for name in [name for name in experiment["training"] if name.startswith(_REPORTING)]:
             del experiment["training"][name]
-        defaults = {field.name: field.default for field in fields(Experiment)}
-        for name in _OPTIONAL:
-            if experiment[name] == defaults[name]:
-                del experiment[name]
+        for field in fields(Experiment):
+            if field.name in experiment and experiment[field.name] == field.default:
+                del experiment[field.name]
         return settings
 
     @property
@@ -225,9 +210,7 @@ def directory_name(variant: str) -> str:
 
 
 def _variants(given: Options) -> tuple[Variant, ...]:
-    chosen: list[Variant] = []
-    if given.preset is not None:
-        chosen += PRESETS[given.preset]()
+    chosen = [] if given.preset is None else [*PRESETS[given.preset]()]
     for name in given.schemes or ():
         chosen += schemes(*(scheme_names() if name == ALL else [name]))
     for name, config in given.variants.items():

@@ -27,16 +27,14 @@ def _ablations(scheme: str) -> tuple[Variant, ...]:
     from metis_hf.schemes.metis import SPLIT
 
     own = SPLIT if scheme == "metis" else DECOMPOSABLE
-    parts: dict[str, dict[str, Any]] = {}
+    variants = [*schemes("bf16", scheme)]
     for tensor in DECOMPOSABLE:
         word = "w/o" if tensor in own else "with"
         chosen = [t for t in DECOMPOSABLE if (t in own) != (t == tensor)]
-        parts[f"{scheme} {word} {tensor} split"] = {"decompose": chosen}
-    parts[f"{scheme} w/o sampling"] = {"sample_frac": 1.0}
-    return (
-        *schemes("bf16", scheme),
-        *(Variant(name, {"scheme": scheme, **config}) for name, config in parts.items()),
-    )
+        config = {"scheme": scheme, "decompose": chosen}
+        variants.append(Variant(f"{scheme} {word} {tensor} split", config))
+    whole = Variant(f"{scheme} w/o sampling", {"scheme": scheme, "sample_frac": 1.0})
+    return (*variants, whole)
 
 
 # The paper's rank sweep (Appendix, sensitivity analysis of rank).
@@ -45,16 +43,11 @@ _SHARES = (0.015, 0.03, 0.0625, 0.125)
 
 def _ranks(scheme: str, shares: Sequence[float] = _SHARES) -> tuple[Variant, ...]:
     """Return the control, and a scheme at several shares of the full rank."""
-    return (
-        *schemes("bf16"),
-        *(
-            Variant(
-                f"{scheme} rank {100 * share:g}%",
-                {"scheme": scheme, "rank_frac": share, "rank_multiple": 1},
-            )
-            for share in shares
-        ),
-    )
+    variants = [*schemes("bf16")]
+    for share in shares:
+        config = {"scheme": scheme, "rank_frac": share, "rank_multiple": 1}
+        variants.append(Variant(f"{scheme} rank {100 * share:g}%", config))
+    return tuple(variants)
 
 
 def _with_split_weights() -> tuple[Variant, ...]:
@@ -87,24 +80,15 @@ def _stored_split(name: str) -> Variant | None:
 def _switched() -> tuple[Variant, ...]:
     """Return two schemes, with and without a last fifth in BF16 as in arXiv 2509.25149."""
     passes = {"forward": ["forward"], "both": ["forward", "backward"]}
-    return (
-        *schemes("bf16"),
-        *(
-            variant
-            for name in ("nvidia", "metis")
-            for variant in (
-                *schemes(name),
-                *(
-                    Variant(
-                        f"{name}, {title} in bf16 from 80%",
-                        {"scheme": name},
-                        {"at": 0.8, "high_precision": high},
-                    )
-                    for title, high in passes.items()
-                ),
+    variants = [*schemes("bf16")]
+    for name in ("nvidia", "metis"):
+        variants += schemes(name)
+        for title, high in passes.items():
+            schedule = {"at": 0.8, "high_precision": high}
+            variants.append(
+                Variant(f"{name}, {title} in bf16 from 80%", {"scheme": name}, schedule)
             )
-        ),
-    )
+    return tuple(variants)
 
 
 def _ladder() -> tuple[Variant, ...]:

@@ -53,26 +53,15 @@ def grid() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Beside:
-    """The published runs to show next to a comparison.
+    """The published runs to show next to a comparison."""
 
-    Attributes:
-        exact: model and tokens are the same as in the grid; else only gaps can be compared.
-        parameters: parameters of our model, in blocks and norms.
-        tokens: tokens of our runs.
-        published_tokens: tokens of the published runs; None if none has about as many tokens per
-            parameter.
-        losses: published name -> loss, nats per token; empty without published runs.
-        names: variant -> published name.
-        differences: known differences between our runs and the published ones, a sentence each.
-    """
-
-    exact: bool
-    parameters: int
-    tokens: int
-    published_tokens: int | None
-    losses: dict[str, float]
-    names: dict[str, str]
-    differences: tuple[str, ...]
+    exact: bool  # model and tokens are the same as in the grid; else only gaps can be compared
+    parameters: int  # of our model, in blocks and norms
+    tokens: int  # of our runs
+    published_tokens: int | None  # None if no run has about as many tokens per parameter
+    losses: dict[str, float]  # published name -> loss, nats per token; empty without published runs
+    names: dict[str, str]  # variant -> published name
+    differences: tuple[str, ...]  # known ones between our runs and theirs, a sentence each
 
     def gap(self, name: str) -> float:
         """Return the published gap to BF16, percent of its loss."""

@@ -18,40 +18,25 @@ RESULT_FILE = f"{RECORD}.json"
 
 @dataclass(frozen=True)
 class SchemeResult:
-    """The result of one variant with one seed.
+    """The result of one variant with one seed."""
 
-    Attributes:
-        scheme: the variant's name.
-        config: its MetisConfig as a dict.
-        summary: the conversion report, as text.
-        loss: held-out loss, nats per token.
-        tasks: task -> {"metric", "value", "stderr", "share"}; "share" is whether the metric is a
-            share of right answers, and is missing (True) in results of earlier versions.
-        seconds_per_step: median over normal (not measured) steps.
-        history: Trainer's log entries, one per logged step.
-        seed: the seed of the run.
-        peak_memory: peak bytes above the use before the model was built.
-        parameters: parameters of the model before the conversion.
-        precision_schedule: the variant's schedule.
-        loss_dense: held-out loss of the same model with its quantizers off; None if not measured.
-        machine: "device" and "precision" of the run; None in results of earlier versions.
-        code: the code of the run: "sha256" of numerics, torch and transformers, several joined by
-            "+", and "commit"; None in results of earlier versions.
-    """
-
-    scheme: str
-    config: dict[str, Any]
-    summary: str
-    loss: float
+    scheme: str  # the variant's name
+    config: dict[str, Any]  # its MetisConfig as a dict
+    summary: str  # the conversion report, as text
+    loss: float  # held-out loss, nats per token
+    # Task -> {"metric", "value", "stderr", "share"}; "share" is whether the metric is a share of
+    # right answers, and is missing (True) in results of earlier versions.
     tasks: dict[str, dict[str, Any]]
-    seconds_per_step: float
-    history: list[dict[str, float]]
+    seconds_per_step: float  # median over normal (not measured) steps
+    history: list[dict[str, float]]  # Trainer's log entries, one per logged step
     seed: int = 0
-    peak_memory: int = 0
-    parameters: int = 0
-    precision_schedule: dict[str, Any] | None = None
-    loss_dense: float | None = None
-    machine: dict[str, str] | None = None
+    peak_memory: int = 0  # bytes above the use before the model was built
+    parameters: int = 0  # of the model before the conversion
+    precision_schedule: dict[str, Any] | None = None  # the variant's
+    loss_dense: float | None = None  # held-out loss with the quantizers off; None if not measured
+    machine: dict[str, str] | None = None  # "device", "precision"; None in earlier versions
+    # "sha256" of numerics, torch and transformers, several joined by "+", and "commit"; None in
+    # results of earlier versions.
     code: dict[str, str | None] | None = None
 
 

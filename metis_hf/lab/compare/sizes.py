@@ -14,32 +14,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its training settings.
+    """A model and its training settings."""
 
-    Attributes:
-        model_type: the `model_type` of its transformers config.
-        config: keyword arguments of that config.
-        training: keyword arguments of TrainingArguments; the batch size is per process.
-        sequence_length: tokens per sequence.
-        global_batch: sequences per optimizer step, over all processes and accumulation.
-        tokens: training tokens of one run in a comparison; a recipe trains on the paper's 100B.
-        eval_sequences: held-out sequences for the loss.
-        health_interval: optimizer steps between measurements of spectral health.
-        beyond: fields of `variants.Experiment` that no transformers class has: `one_cycle`,
-            `decay_embeddings`, `scaled_residuals`.
-        corpus: how much of the standard library's text is chunked if no data is given: "all" or
-            "run" (the tokens of one run); None requires data.
-    """
-
-    model_type: str
-    config: dict[str, Any]
-    training: dict[str, Any]
-    sequence_length: int
-    global_batch: int
-    tokens: int
-    eval_sequences: int
-    health_interval: int
+    model_type: str  # of its transformers config
+    config: dict[str, Any]  # keyword arguments of that config
+    training: dict[str, Any]  # of TrainingArguments; the batch size is per process
+    sequence_length: int  # tokens per sequence
+    global_batch: int  # sequences per optimizer step, over all processes and accumulation
+    tokens: int  # of one run in a comparison; a recipe trains on the paper's 100B
+    eval_sequences: int  # held-out sequences for the loss
+    health_interval: int = 0  # steps between measurements of spectral health; 0 never measures
+    # Fields of `variants.Experiment` that no transformers class has: `one_cycle`,
+    # `decay_embeddings`, `scaled_residuals`.
     beyond: dict[str, Any] = field(default_factory=dict)
+    # How much of the standard library's text is chunked if no data is given: "all" or "run" (the
+    # tokens of one run); None requires data.
     corpus: str | None = None
 
     @property
@@ -116,7 +105,6 @@ CONTINUED = Size(
     global_batch=8,
     tokens=300_000,
     eval_sequences=128,
-    health_interval=0,
 )
 
 
@@ -147,7 +135,6 @@ SIZES = {
         global_batch=32,
         tokens=780 * 32 * 128,
         eval_sequences=1024,
-        health_interval=0,
         corpus="all",
     ),
     # 0.7M parameters: five schemes train in minutes.
@@ -224,7 +211,6 @@ SIZES = {
         global_batch=512,
         tokens=749_993_984,  # of the grid's shortest run, 2,861 steps
         eval_sequences=16_384,
-        health_interval=0,
         beyond={
             # Cosine up from lr / 100 for a tenth of the steps, and down to lr / 10.
             "one_cycle": {"pct_start": 0.1, "div_factor": 100.0, "final_div_factor": 0.1},
@@ -241,7 +227,6 @@ SIZES = {
         global_batch=64,
         tokens=700 * 64 * 512,
         eval_sequences=512,
-        health_interval=0,
     ),
     # The paper's smallest model with that vocabulary; the learning rate is nanoGPT's.
     "scale-130m": Size(
@@ -252,7 +237,6 @@ SIZES = {
         global_batch=32,
         tokens=1000 * 32 * 1024,
         eval_sequences=256,
-        health_interval=0,
     ),
 }
 # Overrides of the size "demo" for a run that only shows the mechanics.

@@ -23,17 +23,11 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its confidence interval.
-
-    Attributes:
-        mean: mean of the values.
-        half_width: half the width of the interval around `mean`; NaN for a single value.
-        count: number of values.
-    """
+    """A mean and its confidence interval."""
 
     mean: float
-    half_width: float
-    count: int
+    half_width: float  # half the width of the interval around `mean`; NaN for a single value
+    count: int  # number of values
 
     @property
     def excludes_zero(self) -> bool:
@@ -85,43 +79,30 @@ def gaps_percent(losses: Mapping[K, float], base: Mapping[K, float]) -> dict[K, 
 
 @dataclass(frozen=True)
 class Summary:
-    """One variant over its seeds.
+    """One variant over its seeds."""
 
-    Attributes:
-        name: name of the variant.
-        losses: seed -> held-out loss, nats per token.
-        mean: mean of the losses; NaN if a seed diverged.
-        deviation: sample standard deviation of the losses; NaN for a single seed.
-        gap: paired difference to the control, percent of the control's loss; None for the control
-            itself or without one.
-        above_reference: the same difference to the plan's reference; None for the reference itself,
-            for the control, or without a reference.
-        gap_dense: `gap` of the same models with their quantizers off: the lasting effect of
-            low-bit training on the weights. Also None if not measured.
-        diverged: seeds whose loss is not finite.
-        tasks: task -> mean of its metric over the seeds.
-        average: mean over the tasks scored by a share of right answers; NaN without any.
-        seconds_per_step: median over the seeds.
-        peak_memory: bytes; the largest of the seeds.
-        extra: multiply-adds beyond the three GEMMs on FP4 hardware, in % of theirs (see
-            `cost.overhead`); NaN if not counted.
-        not_shares: tasks whose metric is no share of right answers and is shown unscaled.
-    """
-
-    name: str
-    losses: dict[int, float]
-    mean: float
-    deviation: float
+    name: str  # of the variant
+    losses: dict[int, float]  # seed -> held-out loss, nats per token
+    mean: float  # of the losses; NaN if a seed diverged
+    deviation: float  # sample standard deviation of the losses; NaN for a single seed
+    # Paired difference to the control, percent of the control's loss; None for the control itself
+    # or without one.
     gap: Interval | None
+    # The same difference to the plan's reference; None for the reference itself, for the control,
+    # or without a reference.
     above_reference: Interval | None
+    # `gap` of the same models with their quantizers off: the lasting effect of low-bit training on
+    # the weights. Also None if not measured.
     gap_dense: Interval | None
-    diverged: tuple[int, ...]
-    tasks: dict[str, float]
-    average: float
-    seconds_per_step: float
-    peak_memory: int
+    diverged: tuple[int, ...]  # seeds whose loss is not finite
+    tasks: dict[str, float]  # task -> mean of its metric over the seeds
+    average: float  # over the tasks scored by a share of right answers; NaN without any
+    seconds_per_step: float  # median over the seeds
+    peak_memory: int  # bytes; the largest of the seeds
+    # Multiply-adds beyond the three GEMMs on FP4 hardware, in % of theirs (see `cost.overhead`);
+    # NaN if not counted.
     extra: float = math.nan
-    not_shares: tuple[str, ...] = ()
+    not_shares: tuple[str, ...] = ()  # tasks without a share of right answers, shown unscaled
 
 
 def summarize(
@@ -131,10 +112,8 @@ def summarize(
 ) -> list[Summary]:
     """Return a summary of each variant, in the order of first appearance.
 
-    Args:
-        results: the results of all runs.
-        reference: variant that the others are compared with, in addition to the control.
-        extra: variant -> `Summary.extra`.
+    `reference` is a variant that the others are compared with, in addition to the control; `extra`
+    has each variant's `Summary.extra`.
     """
     by_name: dict[str, list[SchemeResult]] = {}
     for result in results:

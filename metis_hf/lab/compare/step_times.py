@@ -44,11 +44,7 @@ def measure_times(plan: ComparisonPlan, data: Path, path: Path) -> dict[str, flo
     The times are medians over rounds in which every variant takes one step on the same batch:
     forward and backward passes of the micro-batches, clipping, optimizer. All models are in memory
     at once. Python launches every step; the file notes if the runs themselves replay CUDA graphs.
-
-    Args:
-        plan: the comparison; its first seed is used.
-        data: see `load_data`.
-        path: the file to write, for `load_times`.
+    The plan's first seed is used, and `data` is as in `load_data`.
     """
     batches = batches_of_a_step(plan, data)
     steps = {variant.name: step_of(plan, variant, batches) for variant in plan.variants}

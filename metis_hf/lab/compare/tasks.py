@@ -28,17 +28,11 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Task:
-    """One run of a plan.
-
-    Attributes:
-        variant: the variant to train.
-        seed: the seed of the run.
-        directory: `runs/<variant>/seed-<seed>` in the comparison's directory.
-    """
+    """One run of a plan."""
 
     variant: Variant
     seed: int
-    directory: Path
+    directory: Path  # `runs/<variant>/seed-<seed>` in the comparison's directory
 
     @property
     def name(self) -> str:

@@ -41,18 +41,11 @@ if TYPE_CHECKING:
 class Trained:
     """A trained run: the trainer, and values for the record.
 
-    Attributes:
-        trainer: the trainer after training, with the model.
-        directory: where model and tokenizer were saved.
-        summary: the conversion report, as text.
-        history: Trainer's log entries with a loss.
-        seconds_per_step: median over normal steps.
-        peak_memory: bytes, see `SchemeResult`.
-        parameters: number of parameters before the conversion.
+    Fields without a comment are as in `SchemeResult`.
     """
 
-    trainer: MetisTrainer
-    directory: Path
+    trainer: MetisTrainer  # after training, with the model
+    directory: Path  # where model and tokenizer were saved
     summary: str
     history: list[dict[str, float]]
     seconds_per_step: float
@@ -124,14 +117,12 @@ def train(
     """Train one variant, from its last complete checkpoint if it has one.
 
     Args:
-        experiment: the settings that all variants share.
-        variant: the variant to train.
+        experiment, variant: the settings that all variants share, and the variant's own.
         dataset: chunked sequences, rows of `input_ids` in torch format.
         tokenizer: saved with the model.
         run: directory of the run.
         on_step: called with (step, training loss) after each log entry.
-        callbacks: additional callbacks; one may end the training early, at the step that the
-            trainer's state has.
+        callbacks: additional callbacks; one may end the training early.
     """
     args = training_arguments(experiment, run)
     dataset = whole_batches(dataset, args)

@@ -20,31 +20,22 @@ _SCHEDULE = "precision_schedule"
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Settings that all variants of a comparison share.
+    """Settings that all variants of a comparison share."""
 
-    Args:
-        model: keyword arguments of a transformers config, with its `model_type`.
-        training: keyword arguments of TrainingArguments, including `max_steps`; they override what
-            `training_arguments` sets for every run.
-        sequence_length: tokens per sequence.
-        health_interval: steps between measurements of spectral health; 0 never measures.
-        seed: seed of initialization, data order and noise.
-        checkpoint: directory whose weights every run starts from; None initializes by the seed.
-        one_cycle: arguments of torch's OneCycleLR except `max_lr` (the learning rate) and
-            `total_steps`; None takes the schedule of TrainingArguments.
-        decay_embeddings: whether embeddings and output head have weight decay too, as in Trainer.
-        scaled_residuals: whether the initial weights of projections that write into the residual
-            stream are divided by sqrt(2 l) in a model of l layers, as GPT-2 does by default.
-    """
-
-    model: dict[str, Any]
+    model: dict[str, Any]  # keyword arguments of a transformers config, with its `model_type`
+    # Keyword arguments of TrainingArguments, including `max_steps`; they override what
+    # `training_arguments` sets for every run.
     training: dict[str, Any]
-    sequence_length: int
-    health_interval: int
-    seed: int
-    checkpoint: str | None = None
+    sequence_length: int  # tokens per sequence
+    health_interval: int  # steps between measurements of spectral health; 0 never measures
+    seed: int  # of initialization, data order and noise
+    checkpoint: str | None = None  # every run starts from its weights; None initializes by the seed
+    # Arguments of torch's OneCycleLR except `max_lr` (the learning rate) and `total_steps`; None
+    # takes the schedule of TrainingArguments.
     one_cycle: dict[str, Any] | None = None
-    decay_embeddings: bool = True
+    decay_embeddings: bool = True  # embeddings and output head have weight decay too, as in Trainer
+    # The initial weights of projections that write into the residual stream are divided by
+    # sqrt(2 l) in a model of l layers, as GPT-2 does by default.
     scaled_residuals: bool = False
 
     @property
@@ -55,16 +46,11 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings that differ between the runs of a comparison.
+    """Settings that differ between the runs of a comparison."""
 
-    Args:
-        name: names its directory and table row.
-        config: fields of MetisConfig, including `scheme`.
-        precision_schedule: arguments of PrecisionSchedule; None keeps one precision throughout.
-    """
-
-    name: str
-    config: dict[str, Any]
+    name: str  # of its directory and table row
+    config: dict[str, Any]  # fields of MetisConfig, including `scheme`
+    # Arguments of PrecisionSchedule; None keeps one precision throughout.
     precision_schedule: dict[str, Any] | None = None
 
     @classmethod

@@ -124,10 +124,9 @@ def scheme_styles(names: Sequence[str], *, repeat: bool = False) -> dict[str, St
             f"one figure cannot show {len(others)} schemes, because only {MOST_STYLES} can be "
             "told apart; compare fewer schemes, or use several output directories"
         )
-    found = {name: STYLES[name] for name in others if name in STYLES}
     free = itertools.cycle(_all_styles(_OTHERS))
-    found |= {name: next(free) for name in others if name not in found}
-    return {CONTROL: STYLES[CONTROL]} | {name: found[name] for name in others}
+    found = {name: STYLES.get(name) or next(free) for name in others}
+    return {CONTROL: STYLES[CONTROL]} | found
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
@@ -200,22 +199,14 @@ def _overlap(a: Box, b: Box) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve.
+    """A curve."""
 
-    Args:
-        label: legend text; empty for none.
-        x, y: coordinates of its points.
-        style: color, line and, with `points`, marker.
-        band: (lower, upper) edge of a pale band around the curve.
-        points: show markers; "only" omits the line.
-    """
-
-    label: str
+    label: str  # legend text; empty for none
     x: Sequence[float]
     y: Sequence[float]
     style: Style = Style(COLORS[0])
-    band: tuple[Sequence[float], Sequence[float]] | None = None
-    points: bool | str = False
+    band: tuple[Sequence[float], Sequence[float]] | None = None  # lower and upper edge, drawn pale
+    points: bool | str = False  # show markers; "only" omits the line
 
 
 def draw_lines(axis: Any, lines: Iterable[Line]) -> None:
@@ -250,14 +241,7 @@ def scatter_figure(
 ) -> bytes:
     """Draw named points with error bars; far outliers make y logarithmic beyond the other points.
 
-    Args:
-        points: in any order; at least one.
-        x_label, y_label: axis labels.
-        title: text above the plot.
-        joined: points to connect with a line, sorted by x.
-
-    Returns:
-        A PNG.
+    At least one point is needed. A line connects the points `joined` in order of x. Returns a PNG.
     """
     figure, ((axis,),) = figure_axes(1, 1, (9.5, 6.5))
     if len(joined) > 1:
@@ -301,18 +285,13 @@ def heat_map(
     crosses: Any = None,
     text: str = "",
 ) -> Any:
-    """Draw a matrix as colors; NaN is gray.
+    """Draw a matrix as colors; NaN is gray. Return the image, for `Figure.colorbar`.
 
     Args:
-        axis: the axis to draw on.
         values: [rows columns].
-        norm: matplotlib norm for the color map.
-        colors: name of a color map.
+        norm, colors: matplotlib's norm for the color map, and the map's name.
         crosses: [rows columns], True where a red cross marks NaN or infinity.
         text: format of the number written into each cell, such as ".0%"; empty for none.
-
-    Returns:
-        The image, for `Figure.colorbar`.
     """
     import numpy as np
 

@@ -19,19 +19,12 @@ from metis_hf.shared.records import write_atomically
 
 @dataclass(frozen=True)
 class Cell:
-    """A table cell.
-
-    Args:
-        text: displayed text.
-        value: sort key; NaN sorts last. None sorts by the text.
-        shade: color intensity, 0 (none) to 1.
-        note: tooltip.
-    """
+    """A table cell."""
 
     text: str
-    value: float | None = None
-    shade: float = 0.0
-    note: str = ""
+    value: float | None = None  # sort key; NaN sorts last, None sorts by the text
+    shade: float = 0.0  # color intensity, 0 (none) to 1
+    note: str = ""  # tooltip
 
 
 def number(value: float, spec: str = ".3g", *, shade: float = 0.0) -> Cell:
@@ -43,15 +36,10 @@ def number(value: float, spec: str = ".3g", *, shade: float = 0.0) -> Cell:
 
 @dataclass
 class Page:
-    """A page under construction; methods that append return the page.
+    """A page under construction; methods that append return the page."""
 
-    Args:
-        title: heading and browser title.
-        subtitle: line below the heading.
-    """
-
-    title: str
-    subtitle: str = ""
+    title: str  # heading and browser title
+    subtitle: str = ""  # line below the heading
     _blocks: list[dict[str, Any]] = field(default_factory=list)
 
     def section(self, title: str, *paragraphs: str, folded: bool = False) -> Page:

@@ -59,8 +59,7 @@ class TaskProgress:
         loss begins
         [1/2] loss: 4.21, 0 s
 
-    Args:
-        console: console to print to; None prints nothing.
+    Without a console, nothing is printed.
     """
 
     def __init__(self, console: Console | None) -> None:
@@ -145,9 +144,7 @@ class TaskProgress:
     def finish(self, name: str, result: str = "") -> None:
         """Show that a task has ended, possibly with fewer items than expected.
 
-        Args:
-            name: name of the task; tasks without items are ignored.
-            result: printed as a permanent line.
+        The result is printed as a permanent line. A task without items is ignored.
         """
         with self._lock:
             task, now = self._tasks.get(name), time.monotonic()

@@ -12,14 +12,8 @@ if TYPE_CHECKING:
 Cells = Sequence[str]
 _NAME = 30  # characters; names wrap in a terminal only if one is longer
 _LATEX = str.maketrans(
-    {
-        "&": r"\&",
-        "%": r"\%",
-        "$": r"\$",
-        "#": r"\#",
-        "_": r"\_",
-        "{": r"\{",
-        "}": r"\}",
+    {character: f"\\{character}" for character in "&%$#_{}"}
+    | {
         "~": r"\textasciitilde{}",
         "^": r"\textasciicircum{}",
         "\\": r"\textbackslash{}",
