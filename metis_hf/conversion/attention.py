@@ -123,12 +123,9 @@ def install_attention(model: nn.Module, config: MetisConfig, names: Collection[s
 
 
 def set_attention(model: nn.Module, config: MetisConfig, names: Collection[str]) -> None:
-    """Change the config of the named attention modules in place; `attention=None` reverts them.
+    """Change the config of attention modules in place; `attention=None` reverts them.
 
-    Args:
-        model: converted, with or without attention.
-        config: checked by `select_attention`.
-        names: returned by `select_attention`.
+    `select_attention` has checked the config and returned the names.
     """
     before = dict(attention_products(model))
     if config.attention is None:
@@ -311,8 +308,6 @@ def _whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
-if IMPLEMENTATION not in ALL_ATTENTION_FUNCTIONS:
-    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)
-if IMPLEMENTATION not in ALL_MASK_ATTENTION_FUNCTIONS:
-    # For modules that build their own mask from their own config.
-    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _whole_mask)
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)
+# For modules that build their own mask from their own config.
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _whole_mask)

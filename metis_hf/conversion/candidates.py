@@ -79,6 +79,12 @@ def config_for(called: tuple[str, ...], config: MetisConfig) -> MetisConfig:
     return next((each for each in configs if each is not config), config)
 
 
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return (owning module, attribute) of a dotted module or parameter name."""
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
 def _join(name: str, key: str) -> str:
     return f"{name}.{key}".strip(".")
 
@@ -86,8 +92,7 @@ def _join(name: str, key: str) -> str:
 def _parts(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, str | None]]:
     """Yield (parameter name, or "" for the module itself; why it cannot be converted, or None)."""
     if is_linear(module):
-        path, _, child = name.rpartition(".")
-        reason = why_not_plain(module) or why_only_read(model.get_submodule(path), child)
+        reason = why_not_plain(module) or why_only_read(*owner_of(model, name))
         yield "", reason or why_not_trainable(module.get_parameter("weight"))
     elif is_fused_experts(module):
         for key, weight in fused_weights(module).items():
@@ -107,12 +112,7 @@ def unknown_matrices(
     """Yield (name, parameter) of a module's matrices whose layout is not declared anywhere.
 
     Examples: unknown expert classes, custom output heads, routers, the projections of
-    nn.MultiheadAttention and nn.LSTM.
-
-    Args:
-        model: the whole model.
-        name: of the module.
-        module: neither a linear layer nor fused experts.
+    nn.MultiheadAttention and nn.LSTM. The module is neither a linear layer nor fused experts.
     """
     owner = model.get_submodule(name.partition(".parametrizations.")[0])  # e.g. under a weight norm
     if isinstance(owner, nn.modules.conv._ConvNd):
@@ -144,8 +144,7 @@ def _why_not_split(
     model: nn.Module, name: str, module: nn.Module, called: tuple[str, ...], config: MetisConfig
 ) -> str | None:
     """Return why factors cannot replace the weight, where the config stores factors; else None."""
-    path, _, child = name.rpartition(".")
-    if not is_linear(module) or (reason := why_not_split(model.get_submodule(path), child)) is None:
+    if not is_linear(module) or (reason := why_not_split(*owner_of(model, name))) is None:
         return None
     scheme = build_scheme(config_for(called, config), *linear_shape(as_linear(module)))
     return reason if scheme.weight.is_split else None

@@ -18,12 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from metis_hf.config import MetisConfig
-from metis_hf.conversion.attention import (
-    install_attention,
-    remove_attention,
-    select_attention,
-)
-from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, places
+from metis_hf.conversion.attention import install_attention, remove_attention, select_attention
+from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, config_for, owner_of, places
 from metis_hf.conversion.heads import output_head
 from metis_hf.conversion.linears import LinearOrigin
 from metis_hf.conversion.parts import forget_part, watch_part
@@ -34,7 +30,13 @@ from metis_hf.conversion.replacing import (
     replace_module,
     restore_fast_path,
 )
-from metis_hf.conversion.report import ConversionReport, LayerReport, count_params, gemm_weights
+from metis_hf.conversion.report import (
+    ConversionReport,
+    LayerReport,
+    count_params,
+    gemm_weights,
+    precision_fields,
+)
 from metis_hf.conversion.select import select_modules
 from metis_hf.layers.experts import (
     converted_names,
@@ -48,7 +50,6 @@ from metis_hf.layers.experts import (
 )
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import as_linear, convert_linear, linear_shape, make_layer
-from metis_hf.layers.native import why_emulated
 from metis_hf.layers.packed import packed_layers
 from metis_hf.layers.parallelism import is_sharded
 from metis_hf.layers.token_mask import DECODER_MASK, TokenMask
@@ -101,10 +102,8 @@ def convert(
     """Convert a model like `get_metis_model`, with options for loading a checkpoint.
 
     Args:
-        model: as in `get_metis_model`.
-        config: as in `get_metis_model`.
-        check_names: as in `select_modules`.
-        naming: as in `select_modules`.
+        model, config: as in `get_metis_model`.
+        check_names, naming: as in `select_modules`.
         loading: weights are loaded later, so parameters on the meta device are accepted.
     """
     if not isinstance(model, nn.Module):
@@ -113,7 +112,7 @@ def convert(
         raise TypeError(f"config={config!r:.80} is not a MetisConfig; pass MetisConfig(scheme=...)")
     check_model(model)
     selection = select_modules(model, config, check_names=check_names, naming=naming)
-    configs = {name: selection.config_of(name, config) for name in selection.called}
+    configs = {name: config_for(called, config) for name, called in selection.called.items()}
     partly = not loading and not all(param.is_meta for param in model.parameters())
     for name in selection.linears:
         module = as_linear(model.get_submodule(name))
@@ -122,7 +121,7 @@ def convert(
         if name in selection.tied:
             check_tied(name, selection.tied[name], *linear_shape(module), configs[name])
     for name in selection.experts:
-        experts, key = _owner(model, name)
+        experts, key = owner_of(model, name)
         weight = fused_weights(experts)[key]
         check_present(name, experts, weight, partly=partly)
         check_layer(name, weight, *expert_shape(experts, key), configs[name])
@@ -275,7 +274,6 @@ _KEYS_AND_VALUES = (
     "c_attn",
 )
 
-
 # In the name of a class whose keys and values read both decoder and encoder rows: T5Gemma 2.
 _MERGED_ATTENTION = "MergedAttention"
 
@@ -330,7 +328,7 @@ def _convert_linear(
 def _convert_experts(
     model: nn.Module, name: str, called: str, config: MetisConfig, masks: _TokenMasks
 ) -> list[LayerReport]:
-    module, key = _owner(model, name)
+    module, key = owner_of(model, name)
     fused, bias = fused_weights(module)[key], fused_bias(module, key)
     conv1d = bool(module.is_transposed) and bias is not None  # a Conv1D always has a bias
     layers, reports = [], []
@@ -365,22 +363,12 @@ def _own_configs(model: nn.Module) -> None:
             module.config = copy.deepcopy(config, copies)  # type: ignore[assignment]
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return (owning module, attribute) of a dotted parameter name."""
-    path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
-
-
 def _report(name: str, kind: str, original: Tensor, layer: MetisLayer) -> LayerReport:
-    o, i = layer.out_features, layer.in_features
-    rank, error = layer.scheme.rank if layer.scheme.splits else None, 0.0
-    bits = layer.scheme.weight_bits(o, i)
+    error = 0.0
     if layer.weight_form.is_split and not original.is_meta:
         with torch.no_grad():
             scale = original.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
             weight = layer.weight_form.dense(layer.weight_params())
             error = ((weight - original).abs().max() / scale).item()
-    emulated = why_emulated(layer.config, layer.scheme, original.device)
-    native = layer.config.backend != "emulated" and emulated is None
-    native = native and not layer.scheme.is_high_precision
-    return LayerReport(name, kind, i, o, layer.config.scheme, rank, bits, error, native, emulated)
+    i, o = layer.in_features, layer.out_features
+    return LayerReport(name, kind, i, o, error=error, **precision_fields(layer))

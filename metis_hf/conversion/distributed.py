@@ -29,8 +29,7 @@ def check_dense_checkpoint(model: nn.Module) -> None:
         NotImplementedError: a layer stores different tensors than the layer it was converted from.
     """
     for name, layer in metis_layers(model):
-        stores = not isinstance(layer.weight_form, DenseWeight) or layer.scheme.state is not None
-        if stores:
+        if not isinstance(layer.weight_form, DenseWeight) or layer.scheme.state is not None:
             raise _unfit(model, f"{name} stores tensors that the dense checkpoint lacks")
     report: Any = model.metis_report
     fused = next((layer.name for layer in report.layers if layer.kind == "expert"), None)
@@ -51,10 +50,7 @@ def _sizes(model: nn.Module) -> str:
 
 
 def cut_layers(model: nn.Module) -> None:
-    """Tell converted layers how transformers' tensor parallelism will shard them.
-
-    Args:
-        model: converted, without weights, with a `DistributedConfig` in its config.
+    """Tell converted layers, still without weights, how transformers will shard them.
 
     Raises:
         NotImplementedError: sharding would change the results of a layer, or the model combines
@@ -137,10 +133,7 @@ def _tensor_plan(model: Any) -> dict[str, str]:
 
 def join_layers(model: Any) -> None:
     """Set the process group over which sharded layers share their scales."""
-    layers = [layer for _, layer in metis_layers(model) if layer.shards is not None]
-    if not layers:
-        return
-    group = model._mesh_manager.get_mesh("tp").get_group()
-    for layer in layers:
-        assert layer.shards is not None
-        layer.shards = Shards(layer.shards.style, layer.shards.size, group)
+    for _, layer in metis_layers(model):
+        if layer.shards is not None:
+            group = model._mesh_manager.get_mesh("tp").get_group()
+            layer.shards = replace(layer.shards, group=group)

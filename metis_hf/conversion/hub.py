@@ -51,25 +51,22 @@ class MetisLoader(HfQuantizer):
     """Converts a model inside from_pretrained."""
 
     def _process_model_before_weight_loading(self, model, **kwargs):
-        from metis_hf.conversion.candidates import AS_THEY_ARE
         from metis_hf.conversion.convert import convert
         from metis_hf.conversion.distributed import check_dense_checkpoint, cut_layers
         from metis_hf.conversion.naming import saved_naming
 
         check_plan(model)
-        # A model distributed over processes is converted before it is sharded.
-        self._converts_early = self.pre_quantized or bool(planned(model))
-        if self._converts_early:
-            config, naming = self.quantization_config, AS_THEY_ARE
-            if self.pre_quantized:
-                naming = saved_naming(model, config, kwargs.get("checkpoint_files") or ())
-            check_names = not self.pre_quantized
-            convert(model, config, check_names=check_names, naming=naming, loading=True)
-            if not self.pre_quantized:
-                check_dense_checkpoint(model)
-            cut_layers(model)
+        config, files = self.quantization_config, kwargs.get("checkpoint_files") or ()
+        self._is_distributed = bool(planned(model))
         if self.pre_quantized:
-            _check_shapes(model, kwargs.get("checkpoint_files") or ())
+            naming = saved_naming(model, config, files)
+            convert(model, config, check_names=False, naming=naming, loading=True)
+            cut_layers(model)
+            _check_shapes(model, files)
+        elif self._is_distributed:  # converted before it is sharded
+            convert(model, config, loading=True)
+            check_dense_checkpoint(model)
+            cut_layers(model)
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
@@ -78,7 +75,7 @@ class MetisLoader(HfQuantizer):
 
         if self.pre_quantized:
             _check_complete(model)
-        elif not self._converts_early:
+        elif not self._is_distributed:
             get_metis_model(model, self.quantization_config)
         join_layers(model)
         unmark_quantized(model)
@@ -89,10 +86,6 @@ class MetisLoader(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
         return True
 
 

@@ -91,7 +91,8 @@ def why_not_plain(module: nn.Module) -> str | None:
     read = f"{forward.__module__}.{getattr(forward, '__qualname__', '')}" in _READ
     if cls.__call__ is not base.__call__ or not (forward is base.forward or read):
         return f"its class {cls.__name__} has a custom forward pass"
-    extra = _beside(module)
+    # Tensors and submodules besides weight and bias, such as pruning masks.
+    extra = {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
     if extra or module._parameters.get("weight") is None:
         what = ", ".join(sorted(extra)) or "no weight"
         return f"its class {cls.__name__} has {what} besides weight and bias"
@@ -136,11 +137,6 @@ def why_not_trainable(weight: Tensor) -> str | None:
     if weight.dtype not in _FLOATS:
         return f"its weight is stored in {str(weight.dtype).removeprefix('torch.')}"
     return None
-
-
-def _beside(module: nn.Module) -> set[str]:
-    """Return the names of tensors and submodules other than weight and bias, e.g. pruning masks."""
-    return {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,7 @@ from transformers import PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import convert, metis_layers
 from metis_hf.conversion.hub import read_config
-from metis_hf.conversion.lora_checks import (
-    check_experts,
-    check_saved,
-    names_of,
-    put_names_back,
-)
+from metis_hf.conversion.lora_checks import check_experts, check_saved, names_of, put_names_back
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedLinear, PackedWeight, packed_layers
 from metis_hf.numerics import relative_error
@@ -90,12 +85,9 @@ class QuantizedLoraLinear(LoraLinear):
         return [name for name in names if name in self.lora_A]
 
     def check_merge(self, name: str, bias: Tensor | None, safe_merge: bool) -> None:
-        """Refuse an adapter that cannot be merged.
+        """Refuse an adapter that cannot be merged into a layer with this bias.
 
-        Args:
-            name: of the adapter.
-            bias: of the base layer.
-            safe_merge: refuse NaN and inf.
+        With `safe_merge`, refuse NaN and inf too.
         """
         if self.lora_bias[name] and bias is None:
             raise ValueError(
@@ -288,10 +280,9 @@ class MetisLoraModel(LoraModel):
 
 def _recording(config: LoraConfig, model: nn.Module) -> LoraConfig:
     """Return the adapter's config with the MetisConfig of its base, unless one is recorded."""
-    converted = getattr(getattr(model, "config", None), "quantization_config", None)
-    trained = config.inference_mode and getattr(config, "metis_config", None) is not None
-    if trained:
+    if config.inference_mode and getattr(config, "metis_config", None) is not None:
         return config
+    converted = getattr(getattr(model, "config", None), "quantization_config", None)
     if not isinstance(converted, MetisConfig):
         if not config.inference_mode and any(metis_layers(model)):
             warnings.warn(

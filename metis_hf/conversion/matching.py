@@ -7,6 +7,7 @@ untrusted checkpoint, so RE2 matches here. The tests compare these rules with PE
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from metis_hf.config import MetisConfig
 from metis_hf.shared.patterns import containing_pattern, name_pattern
@@ -20,8 +21,10 @@ class NameRules:
 
     def __init__(self, config: MetisConfig) -> None:
         self._everything = config.target_modules == ALL_LINEAR
-        self._targets = _Names(config.target_modules)
-        self._excluded = _Names(config.exclude_modules or ())
+        targets = config.target_modules
+        self._listed = frozenset(() if isinstance(targets, str) else targets)
+        self._targets = _matcher(targets)
+        self._excluded = _matcher(config.exclude_modules or ())
         self._kept = [containing_pattern(text) for text in config.modules_to_not_convert or ()]
         self._blocks = frozenset(config.layers_to_transform or ())
         # The block index: the first number in a name, or the number after `layers_pattern`.
@@ -31,19 +34,19 @@ class NameRules:
 
     def names(self, name: str) -> bool:
         """Return whether `target_modules` is a list and an entry names the module."""
-        return self._targets.listed and self._targets.match(name)
+        return any(end in self._listed for end in ends(name))
 
     def names_in_full(self, name: str) -> bool:
         """Return whether the list has the full name; `layers_to_transform` then does not apply."""
-        return self._targets.has(name)
+        return name in self._listed
 
     def why_not(self, name: str) -> str | None:
         """Return the reason why the config does not select a name, or None if it does."""
         if any(kept.match(name) for kept in self._kept):
             return EXCLUDED[0]
-        if self._excluded.match(name):
+        if self._excluded(name):
             return EXCLUDED[1]
-        if not (self._everything or self._targets.match(name)):
+        if not (self._everything or self._targets(name)):
             return "not a target"
         if self._blocks and not self.names_in_full(name) and self.block(name) not in self._blocks:
             return "not in layers_to_transform"
@@ -55,22 +58,13 @@ class NameRules:
         return int(found[1]) if found else None
 
 
-class _Names:
-    """A list of names and name suffixes, or a regular expression for full names."""
-
-    def __init__(self, names: str | tuple[str, ...]) -> None:
-        self.listed = not isinstance(names, str)
-        self._names = frozenset() if isinstance(names, str) else frozenset(names)
-        self._pattern = name_pattern(names) if isinstance(names, str) else None
-
-    def has(self, name: str) -> bool:
-        """Return whether the list has the full name."""
-        return name in self._names
-
-    def match(self, name: str) -> bool:
-        if self._pattern is not None:
-            return bool(self._pattern.fullmatch(name))
-        return any(end in self._names for end in ends(name))
+def _matcher(names: str | tuple[str, ...]) -> Callable[[str], bool]:
+    """Return the test for a list of names and name suffixes, or a pattern of full names."""
+    if isinstance(names, str):
+        pattern = name_pattern(names)
+        return lambda name: bool(pattern.fullmatch(name))
+    listed = frozenset(names)
+    return lambda name: any(end in listed for end in ends(name))
 
 
 def ends(name: str) -> list[str]:

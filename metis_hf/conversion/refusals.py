@@ -74,11 +74,7 @@ def check_model(model: nn.Module) -> None:
 def check_present(name: str, module: nn.Module, weight: Tensor, *, partly: bool) -> None:
     """Refuse a layer whose weight is offloaded.
 
-    Args:
-        name: of the layer.
-        module: that owns the weight.
-        weight: of the layer.
-        partly: whether some parameters of the model are not on the meta device.
+    `partly` says that some parameters of the model are not on the meta device.
     """
     if offloaded(module) or (partly and weight.is_meta):
         raise ValueError(

@@ -27,14 +27,10 @@ _HOOKS = (
 
 
 def replace_module(model: nn.Module, names: Iterable[str], new: nn.Module) -> None:
-    """Replace the module of these names and move its hooks to the new module.
+    """Replace the module that has all these names, and move its hooks to the new module.
 
-    Hook handles stay valid: the new module takes over the same dictionaries.
-
-    Args:
-        model: changed in place.
-        names: all names of the replaced module.
-        new: a module without hooks.
+    The new module has no hooks of its own. Hook handles stay valid: it takes over the same
+    dictionaries.
     """
     names = list(names)
     old = model.get_submodule(names[0])

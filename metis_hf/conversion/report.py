@@ -11,6 +11,8 @@ from torch import nn
 from metis_hf.conversion.candidates import is_of_experts, unknown_matrices
 from metis_hf.conversion.linears import is_linear
 from metis_hf.layers.experts import expert_shape, fused_weights, is_fused_experts
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.native import why_emulated
 from metis_hf.shared.messages import some
 
 
@@ -52,6 +54,20 @@ class LayerReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes and `params`, ready for JSON."""
         return {**asdict(self), "params": self.params}
+
+
+def precision_fields(layer: MetisLayer) -> dict[str, Any]:
+    """Return the fields of a layer's `LayerReport` that follow from its current config."""
+    scheme, config = layer.scheme, layer.config
+    emulated = why_emulated(config, scheme, layer.weight_params()[-1].device)
+    asks = config.backend != "emulated" and not scheme.is_high_precision
+    return {
+        "scheme": config.scheme,
+        "rank": scheme.rank if scheme.splits else None,
+        "bits_per_weight": scheme.weight_bits(layer.out_features, layer.in_features),
+        "native": asks and emulated is None,
+        "emulated": emulated,
+    }
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from metis_hf.config import MetisConfig
-from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, config_for, find_candidates
+from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, find_candidates
 from metis_hf.conversion.heads import find_heads, find_routers
 from metis_hf.conversion.matching import EXCLUDED, NameRules, ends
 from metis_hf.shared.patterns import containing_pattern, matching_pattern, name_pattern
@@ -41,10 +41,6 @@ class Selection:
     skipped: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     called: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def config_of(self, name: str, config: MetisConfig) -> MetisConfig:
-        """Return the config of a selected layer; a pattern may match any of its names."""
-        return config_for(self.called[name], config)
 
 
 def select_modules(
@@ -75,19 +71,18 @@ def select_modules(
             f"is nothing to convert{why}"
         )
     rules = NameRules(config)
-    heads, tied, routers = find_heads(model), _tied_weights(model), find_routers(model)
+    tied = _tied_weights(model)
+    unless_named = {  # kept in high precision unless target_modules lists them
+        **dict.fromkeys(find_routers(model), "router"),
+        **dict.fromkeys(find_heads(model), "output head"),
+        **{name: f"weight tied to {other}" for name, other in tied.items()},
+    }
     selected: list[str] = []
     for name, candidate in candidates.items():
-        explicit = any(map(rules.names, candidate.called))
-        if reason := _verdict(rules, candidate.called):
-            skipped[name] = reason
-        elif name in tied and not explicit:
-            skipped[name] = f"weight tied to {tied[name]}"
-        elif name in heads and not explicit:
-            skipped[name] = "output head"
-        elif name in routers and not explicit:
-            skipped[name] = "router"
-        elif reason := _kept_block(model, name, config):
+        reason = _verdict(rules, candidate.called)
+        if not any(map(rules.names, candidate.called)):
+            reason = reason or unless_named.get(name)
+        if reason := reason or _kept_block(model, name, config):
             skipped[name] = reason
         else:
             selected.append(name)

@@ -36,8 +36,6 @@ from metis_hf.training.cuda_graph import (
 )
 from metis_hf.training.weight_reuse import release
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 def units(model: nn.Module) -> list[nn.Module] | None:
     """Return the innermost FSDP2 units that have converted layers.
@@ -138,18 +136,18 @@ class _Block(Recordings):
         key = (str(tree), forms, mixed, self.module.training)
         found = self.find(key, partial(self._new, key, leaves, tree, mixed))
         if found is None:
-            return self._in_python(key, tree_unflatten(leaves, tree))
+            return self._in_python(key, *tree_unflatten(leaves, tree))
         outputs = _Played.apply(found, *tensors, *self.module.parameters())
         return tree_unflatten(list(outputs), found.tree)
 
     def _device(self) -> torch.device:
         return next(self.module.parameters()).device
 
-    def _in_python(self, key: Hashable, call: Call) -> Any:
+    def _in_python(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the block and note the form of its outputs; refuse it if it cannot be recomputed."""
         state = partial(_generator_state, self._device())
         before = state()
-        returned = self._python(*call[0], **call[1])
+        returned = self._python(*args, **kwargs)
         if not torch.equal(state(), before):
             self.refuse(
                 "a block draws random numbers (dropout), and recomputing it would draw different "

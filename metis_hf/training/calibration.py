@@ -133,8 +133,7 @@ def calibrate(
     if not 50 < percentile <= 100:
         raise ValueError(f"percentile={percentile}; expected a number above 50 and at most 100")
     layers = _static_layers(model)
-    observed = {name: layer for name, layer in layers.items() if _state(layer).input}
-    seen = {name: _Seen() for name in observed}
+    seen = {name: _Seen() for name, layer in layers.items() if _state(layer).input}
     groups = {name: [seen[member] for member in layers.group_of(name, seen)] for name in seen}
     samples: dict[str, BlockSample] = {}  # by the first layer of its group
     share = percentile / 100 if method == "percentile" else None
@@ -152,10 +151,10 @@ def calibrate(
         samples[first].add(rows, x)
 
     with _following_inputs(layers):
-        if not observed and (batch := list(itertools.islice(batches, 1))):
+        if not seen and (batch := list(itertools.islice(batches, 1))):
             with high_precision(model):
                 _observe(model, batch, layers, note)
-        if observed:
+        if seen:
             with _together(model, seen):
                 _observe(model, batches, layers, note)
             _refuse_unseen(groups)
@@ -167,7 +166,7 @@ def calibrate(
     if called:
         warn_of_unpacked(layers, called)
     chosen = {name: _choose(method, group) for name, group in groups.items()}
-    return _fix(layers, chosen, {name: one.largest for name, one in seen.items()})
+    return _fix(layers, chosen, seen)
 
 
 @torch.no_grad()
@@ -190,10 +189,9 @@ def freeze_scales(model: nn.Module) -> dict[str, CalibratedScale]:
     }
     _gather(seen)
     groups = {name: [seen[member] for member in layers.group_of(name, seen)] for name in seen}
-    largest = {name: one.largest for name, one in seen.items()}
-    chosen = {name: max(one.largest for one in group) for name, group in groups.items()}
+    chosen = {name: _choose("amax", group) for name, group in groups.items()}
     _refuse_unseen({name: groups[name] if amax else [] for name, amax in chosen.items()})
-    return _fix(layers, chosen, largest)
+    return _fix(layers, chosen, seen)
 
 
 def has_static_scales(model: nn.Module) -> bool:
@@ -367,7 +365,7 @@ def _choose(method: str, group: list[_Seen]) -> float:
 
 
 def _fix(
-    layers: _Layers, inputs: dict[str, float], largest: dict[str, float]
+    layers: _Layers, inputs: dict[str, float], seen: dict[str, _Seen]
 ) -> dict[str, CalibratedScale]:
     """Write scales to the buffers of the layers and their inactive copies."""
     copies = {name: (layer, *layers.waiting[name]) for name, layer in layers.items()}
@@ -384,8 +382,7 @@ def _fix(
             buffers["weight_amax"].fill_(of_weight)
             buffers["scales_frozen"].fill_(1)
             one.evaluation_weight.forget()
+        largest = seen[name].largest if name in seen else 0.0
         of_input = layer.get_buffer("input_amax").item()
-        fixed[name] = CalibratedScale(
-            largest.get(name, 0.0), of_input, of_weight, layers.groups[name]
-        )
+        fixed[name] = CalibratedScale(largest, of_input, of_weight, layers.groups[name])
     return fixed

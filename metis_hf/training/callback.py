@@ -55,7 +55,7 @@ from metis_hf.training.start_checks import (
     check_optimizer,
     check_precision,
 )
-from metis_hf.training.uncalled import forget_calls, warn_of_uncalled
+from metis_hf.training.uncalled import warn_of_uncalled
 from metis_hf.training.weight_reuse import hold, release
 
 logger = logging.get_logger(__name__)
@@ -125,11 +125,10 @@ class MetisCallback(ResumeGuard):
         names = ("health_interval", "refresh_interval", "freeze_scales", "health_details")
         return {**super().state(), "args": {name: getattr(self, name) for name in names}}
 
-    def bind(self, trainer: Any) -> MetisCallback:
+    def bind(self, trainer: Any) -> None:
         """Write records to the trial's directory in a search; MetisTrainer calls this."""
         trial = getattr(trainer, "_trial", None)
         self._trial_directory = None if trial is None else Path(trainer._get_output_dir(trial))
-        return self
 
     def on_train_begin(
         self,
@@ -216,9 +215,7 @@ class MetisCallback(ResumeGuard):
                 )
             directory = self._directory(args)
             drop_after(directory, state.global_step or -1)  # a new run drops step 0 too
-            config = None if self.trained_config is None else dict(self.trained_config)
-            made = describe_run(model, config, args, state)
-            write_run(directory, made)
+            write_run(directory, describe_run(model, self.trained_config, args, state))
             for entry in [] if state.global_step else self._early:
                 append_log(directory, entry)
         self._begun = self._is_first = True
@@ -255,7 +252,8 @@ class MetisCallback(ResumeGuard):
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
         if self._is_first:
-            forget_calls(self._layers)
+            for layer in self._layers.values():
+                layer.calls.forget()
         if self._reuses_weights:
             hold(self._model)
         step = state.global_step + 1

@@ -27,10 +27,8 @@ def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
 def put_first(callback: TrainerCallback, handler: CallbackHandler, *, details: bool) -> None:
     """Move a callback ahead of the reporters, so that they see the figures it adds to a log entry.
 
-    Args:
-        callback: to be called first.
-        handler: of the Trainer; it may be iterating over its callbacks.
-        details: hide the details of health from the console.
+    The handler may be iterating over its callbacks. `details` says that the callback logs details
+    of health, which are then hidden from the console.
     """
     if handler.callbacks[:1] == [callback]:
         return

@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -325,20 +326,15 @@ def _masks_of_whole_rows(inputs: Inputs) -> Iterator[None]:
     # transformers reads from the GPU whether rows are padded or packed. During a capture it cannot,
     # and builds a full mask, which needs a slower kernel. A batch without mask and positions is
     # neither padded nor packed.
-    found: list[tuple[Any, str, Any]] = []
-    if not {"attention_mask", "position_ids"} & inputs.keys():
-        for module, name, answer in (
-            (import_utils, "is_cuda_stream_capturing", lambda: False),
-            (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-        ):
-            if hasattr(module, name):  # only in transformers 5
-                found.append((module, name, getattr(module, name)))
-                setattr(module, name, answer)
-    try:
+    with contextlib.ExitStack() as patches:
+        if not {"attention_mask", "position_ids"} & inputs.keys():
+            for module, name, answer in (
+                (import_utils, "is_cuda_stream_capturing", lambda: False),
+                (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+            ):
+                if hasattr(module, name):  # only in transformers 5
+                    patches.enter_context(mock.patch.object(module, name, answer))
         yield
-    finally:
-        for module, name, before in found:
-            setattr(module, name, before)
 
 
 def obstacles(args: TrainingArguments) -> list[str]:

@@ -83,7 +83,9 @@ class Teacher:
         model = student if self.model is None else self.model
         given = {key: value for key, value in inputs.items() if key not in _OF_THE_LOSS}
         with contextlib.ExitStack() as block:
-            block.enter_context(_evaluating(model))
+            for module in model.modules():
+                block.callback(setattr, module, "training", module.training)
+            model.eval()
             if next(metis_layers(model), None) is not None:
                 block.enter_context(high_precision(model))
             if self.model is None:
@@ -92,11 +94,7 @@ class Teacher:
 
 
 def logits_of(role: str, outputs: Any) -> Tensor:
-    """Return the logits among a model's outputs.
-
-    Args:
-        role: "teacher" or "student", for the message.
-        outputs: of the model.
+    """Return the logits among the outputs of the teacher or the student.
 
     Raises:
         ValueError: there are no logits.
@@ -108,18 +106,6 @@ def logits_of(role: str, outputs: Any) -> Tensor:
             "language model whose loss is not fused with its head (use_liger_kernel=False)"
         )
     return logits
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode inside the block, then restore the mode of each module."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager

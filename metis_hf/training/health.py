@@ -71,12 +71,8 @@ def element_fates(
 ) -> tuple[Tensor, Tensor]:
     """Return (zeroed, saturated), 0-dim: shares of elements below and above the format's range.
 
-    Both use `Quantizer.deterministic`, so they have no noise.
-
-    Args:
-        x: blocks run along its last dimension.
-        quantizer: of these elements.
-        amax: sets the tensor scale; None: the amax of `x`.
+    Both use `Quantizer.deterministic`, so they have no noise. Blocks run along the last dimension
+    of `x`; `amax` sets the tensor scale (None: the amax of `x`).
     """
     quantizer = quantizer.deterministic()
     x_hat = quantizer(x, amax=amax)

@@ -14,10 +14,9 @@ from transformers.utils import logging
 from metis_hf.config import PASSES, MetisConfig
 from metis_hf.conversion.attention import attention_products, select_attention, set_attention
 from metis_hf.conversion.convert import metis_layers, owners
-from metis_hf.conversion.report import LayerReport
+from metis_hf.conversion.report import precision_fields
 from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.layers.native import why_emulated
 from metis_hf.schemes.states import LayerState
 
 logger = logging.get_logger(__name__)
@@ -169,7 +168,8 @@ def _follow(
     by_name = {layer.name: layer for _, layer in metis_layers(owner)}  # no PEFT prefix
     report = owner.metis_report
     rows = [
-        _as_it_is(row, by_name[row.name]) if row.name in by_name else row for row in report.layers
+        replace(row, **precision_fields(by_name[row.name])) if row.name in by_name else row
+        for row in report.layers
     ]
     report = replace(report, layers=tuple(rows))
     if "scheme" in changes:
@@ -177,21 +177,6 @@ def _follow(
     if "attention" in changes:
         report = replace(report, attention=changes["attention"], attention_modules=attending)
     owner.metis_report = report
-
-
-def _as_it_is(row: LayerReport, layer: MetisLayer) -> LayerReport:
-    """Return the layer's report, updated to its current precision."""
-    scheme, config = layer.scheme, layer.config
-    emulated = why_emulated(config, scheme, layer.weight_params()[-1].device)
-    asks = config.backend != "emulated" and not scheme.is_high_precision
-    return replace(
-        row,
-        scheme=config.scheme,
-        rank=scheme.rank if scheme.splits else None,
-        bits_per_weight=scheme.weight_bits(layer.out_features, layer.in_features),
-        native=asks and emulated is None,
-        emulated=emulated,
-    )
 
 
 def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:

@@ -152,15 +152,9 @@ class PrecisionSchedule(TrainerCallback):
             _switch(model, wanted, state, "best checkpoint")
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: Any,
-        control: Any,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
     ) -> None:
-        assert model is not None
-        self._take_up(model, state, state.global_step)
+        self._take_up(kwargs["model"], state, state.global_step)
 
     def _take_up(self, model: nn.Module, state: Any, step: int) -> None:
         """Switch to the precision of optimizer step `step`, counted from 0."""

@@ -156,18 +156,13 @@ def reshard(model: nn.Module) -> None:
 
 
 def check_split(model: nn.Module, asked: str) -> None:
-    """Refuse models without split weights.
-
-    Args:
-        model: converted.
-        asked: the option or call that refreshes, for the message.
+    """Refuse models without split weights; `asked` names the option or call that refreshes.
 
     Raises:
         ValueError: no layer stores u, s, vh and residual.
     """
-    layers = [layer for _, layer in metis_layers(model)]
-    if not any(layer.weight_form.is_split for layer in layers):
-        schemes = sorted({layer.config.scheme for layer in layers})
+    if not _split(model):
+        schemes = sorted({layer.config.scheme for _, layer in metis_layers(model)})
         raise ValueError(
             f"{asked} decomposes stored u, s, vh and weight_residual again, and no layer of this "
             f"model has them (scheme {', '.join(map(repr, schemes)) or 'none'} stores one matrix). "
@@ -178,30 +173,21 @@ def check_split(model: nn.Module, asked: str) -> None:
 def check_engine(model: nn.Module, asked: str, advice: str = "Set refresh_interval=0") -> None:
     """Refuse engines that train copies of the parameters and would overwrite in-place changes.
 
-    Args:
-        model: as the engine prepared it.
-        asked: the feature that writes to parameters, for the message.
-        advice: the remedy, for the message.
+    The message names the feature that writes to parameters (`asked`) and the remedy (`advice`).
 
     Raises:
         NotImplementedError: the model runs under DeepSpeed or FSDP1.
     """
+    # Not AcceleratorState(), which would create a state if there is none.
+    kind = AcceleratorState._shared_state.get("distributed_type")
+    marked = any(hasattr(param, mark) for param in model.parameters() for mark in DEEPSPEED_MARKS)
     engine = None
-    if is_deepspeed(model):
+    if kind is DistributedType.DEEPSPEED or marked:
         engine = "DeepSpeed, whose fp32 master weights would overwrite refreshed weights"
     elif any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         engine = "FSDP1, which flattens parameters; FSDP2 (fsdp_version: 2) supports it"
     if engine is not None:
         raise NotImplementedError(f"{asked} does not work under {engine}. {advice}")
-
-
-def is_deepspeed(model: nn.Module) -> bool:
-    """Return whether DeepSpeed trains the model: by accelerate's state or marks on parameters."""
-    # Not AcceleratorState(), which would create a state if there is none.
-    engine = AcceleratorState._shared_state.get("distributed_type")
-    return engine is DistributedType.DEEPSPEED or any(
-        hasattr(param, mark) for param in model.parameters() for mark in DEEPSPEED_MARKS
-    )
 
 
 @torch.no_grad()

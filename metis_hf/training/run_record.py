@@ -31,16 +31,13 @@ LAST_STEP = 10**12  # largest valid step in a record
 
 def describe_run(
     model: nn.Module,
-    config: dict[str, Any] | None,
+    config: Mapping[str, Any] | None,
     args: TrainingArguments,
     state: TrainerState,
 ) -> dict[str, Any]:
     """Return the content of `metis_run.json`: model, config, report, software and device.
 
-    Args:
-        model: converted.
-        config: the model's MetisConfig as a dict.
-        args, state: of the Trainer, at the start of the run.
+    `config` is the model's MetisConfig as a dict.
     """
     report = getattr(model, "metis_report", None)
     found = args.auto_find_batch_size and state.train_batch_size

@@ -22,11 +22,7 @@ _HASH = 0x9E3779B1  # odd, 2^32 / golden ratio: its multiples spread evenly
 
 
 class BlockSample:
-    """A sample of the blocks of rows [t i], which are added batch by batch.
-
-    Args:
-        quantizer: of the rows.
-    """
+    """A sample of a quantizer's blocks of rows [t i], which are added batch by batch."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer = quantizer

@@ -109,12 +109,7 @@ class MetisTrainerMixin:
         return loss
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write Trainer's model card, with sections on precision, loading, cost and serving.
-
-        Args:
-            args: for Trainer's own card.
-            kwargs: for Trainer's own card.
-        """
+        """Write Trainer's model card, with sections on precision, loading, cost and serving."""
         super().create_model_card(*args, **kwargs)  # type: ignore[misc]
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             out = Path(self.args.output_dir)  # type: ignore[attr-defined]

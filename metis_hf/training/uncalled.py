@@ -25,14 +25,8 @@ READ_INSTEAD = (
 _IN_FULL = 4  # names of one kind that are listed, at most
 
 
-def forget_calls(layers: Mapping[str, MetisLayer]) -> None:
-    """Reset the record of calls of these layers."""
-    for layer in layers.values():
-        layer.calls.forget()
-
-
 def warn_of_uncalled(model: nn.Module, layers: Mapping[str, MetisLayer]) -> None:
-    """Warn about the converted layers that were not called since `forget_calls`."""
+    """Warn about the converted layers that were not called since `layer.calls.forget()`."""
     running, _ = by_place(model, layers)  # without PEFT's inactive copies
     names = [name for name in running.values() if not layers[name].calls.any]
     if names:
