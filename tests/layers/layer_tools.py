@@ -17,6 +17,7 @@ from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
+from metis_hf.operands import Conditioner
 from metis_hf.schemes import Role, Scheme
 
 # The forward pass of a deployed model, trained with a backward pass in high precision.
@@ -163,6 +164,14 @@ class Exact:
 
 def with_exact_quantizers(scheme: Scheme) -> Scheme:
     return with_quantizers(scheme, lambda _: Exact())
+
+
+@dataclass(frozen=True)
+class Halved(Conditioner):
+    """The least that a conditioner can have: nothing of codes."""
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
+        return 2 * quantizer(x / 2, dim=dim, key=key, dtype=dtype)
 
 
 @dataclass(frozen=True)

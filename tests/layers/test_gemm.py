@@ -26,8 +26,7 @@ from layers.layer_tools import (
 from metis_hf import MetisConfig, QuantLinear
 from metis_hf.layers.linear import MetisLinear
 from metis_hf.layers.make import convert_linear
-from metis_hf.numerics import fake_quantize
-from metis_hf.operands import DifferentiableEstimator, Operand
+from metis_hf.operands import DifferentiableEstimator
 from metis_hf.schemes import Role
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -227,15 +226,6 @@ class TestNonFinite:
             y, dx, _ = forward_backward(layer, torch.randn(40, 48))
             assert y.isnan().any()
             assert dx.isnan().any()
-
-
-def test_bf16_gemm_applies_tensor_scales_to_the_product():
-    """In bf16 the operand keeps code * block scale, exactly; the fp32 tensor scale comes after."""
-    operand = Operand(layer_of("nvidia")[1].scheme.fprop_input.quantizer)
-    x = torch.randn(32, 64) * 1e-3
-    values, scale, _ = operand(x, dim=-1, key=None, dtype=torch.bfloat16)
-    assert values.dtype is torch.bfloat16
-    assert torch.equal(values.float() * scale, fake_quantize(x))
 
 
 @cases({"scheme, mode": FP4_STRUCTURES}, rotated={"dtype": [torch.bfloat16, torch.float16]})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,13 +18,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import metis_hf.layers.linear
-from layers.layer_tools import FP4_SCHEME_MODES, FP4_STRUCTURES, autocast, layer_of, matrix
+from layers.layer_tools import (
+    FP4_SCHEME_MODES,
+    FP4_STRUCTURES,
+    Halved,
+    autocast,
+    layer_of,
+    matrix,
+)
 from metis_hf import MetisConfig
 from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import FORMATS, Quantizer, Tile
 from metis_hf.numerics.kernels import pack, unpack
-from metis_hf.operands import Conditioner, Operand
+from metis_hf.operands import Operand
 from metis_hf.schemes import Role, Scheme
 
 
@@ -163,18 +169,10 @@ class TestInputs:
             assert_same(again, plain)
 
 
-@dataclass(frozen=True)
-class _OwnTrick(Conditioner):
-    """A conditioner that knows nothing of codes."""
-
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
-        return 2 * quantizer(x / 2, dim=dim, key=key, dtype=dtype)
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_conditioner_without_codes_is_saved_densely(shared, monkeypatch):
     _, layer = layer_of("nvfp4", i=64, o=48)
-    own = Operand(layer.scheme.fprop_input.quantizer, _OwnTrick())
+    own = Operand(layer.scheme.fprop_input.quantizer, Halved())
     layer.scheme = Scheme(
         fprop_input=own,
         fprop_weight=layer.scheme.fprop_weight,

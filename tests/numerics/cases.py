@@ -15,7 +15,6 @@ from numerics.helpers import normal, seeded
 MX_FORMATS = ["mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8-e4m3", "mxfp8-e5m2"]
 FP8_FORMATS = ["fp8-e4m3", "fp8-e5m2"]
 E4M3_SCALED = ["nvfp4", "nvint4"]
-INT_FORMATS = ["int4", "nvint4", "ufp4"]  # elements without a negative zero
 FORMAT_NAMES = ["nvfp4", *MX_FORMATS, *FP8_FORMATS, "int4", "nvint4", "ufp4"]
 MIXED_FORMATS = ["if4", "mixfp4"]  # test_mixed_formats.py
 BLOCK_SIZES = {"nvfp4": 16, "nvint4": 16, "ufp4": 16, "int4": 32} | dict.fromkeys(MX_FORMATS, 32)

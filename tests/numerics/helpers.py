@@ -16,6 +16,10 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=seeded(seed), dtype=dtype)
+
+
 def operators(counter: CompileCounterWithBackend) -> list[str]:
     """The package's operators in the graphs of a compiled function."""
     targets = (str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
@@ -38,15 +42,3 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 def expected(x: Tensor, **options) -> Tensor:
     return torch.from_numpy(ref.fake_quantize(to_numpy(x), **options).values).to(x.dtype)
-
-
-def assert_bitwise(actual: Tensor, wanted: Tensor) -> None:
-    """Same shape, dtype and values. 0 == -0: the sign of a zero carries no information here."""
-    assert actual.shape == wanted.shape
-    assert actual.dtype == wanted.dtype
-    same = (actual == wanted) | (actual.isnan() & wanted.isnan())
-    bad = (~same).nonzero()
-    assert bool(same.all()), (
-        f"{len(bad)} of {same.numel()} differ, first at {bad[0].tolist()}: "
-        f"{actual[~same][0].item()!r} instead of {wanted[~same][0].item()!r}"
-    )

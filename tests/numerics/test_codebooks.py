@@ -52,21 +52,14 @@ def test_nearest_is_the_nearest_of_the_list(fmt):
     y = torch.cat([edges, torch.randn(500).clamp(-fmt.max, fmt.max)])
     fp32 = tuple(values.tolist())
     expected = [nearest(number, fp32) for number in y.tolist()]
-    # Off by a rounding of `way`, a middle may go either way: both values are as near.
     found = round_nearest(y, fmt)
     wrong = found != torch.tensor(expected)
-    assert not wrong[: len(values)].any()
+    # Off by a rounding of `way`, a number near a middle may go either way: both values are as near.
+    ties = 0 if fmt is NF4_ELEMENT else len(middles)  # of few bits: exact, and to the even place
+    assert not wrong[: len(values) + ties].any()
     distance = (found - y).abs() - (torch.tensor(expected) - y).abs()
     assert (distance.abs() <= 2**-23 * fmt.max).all()
     assert torch.equal(round_nearest(values, fmt), values)
-
-
-def test_ties_go_to_the_even_place():
-    for fmt in (TERNARY, UNEVEN):
-        values = torch.tensor(fmt.values, dtype=torch.float32)
-        ties = (values[1:] + values[:-1]) / 2
-        places = torch.bucketize(round_nearest(ties, fmt), values)
-        assert (places % 2 == 0).all()
 
 
 @pytest.mark.parametrize("rounding", ["floor", "up", "nearest"])

@@ -15,7 +15,7 @@ from metis_hf.numerics import Quantizer, fake_quantize, kernels, quantize
 from metis_hf.numerics.kernels import use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
-from numerics.kernels.kernel_tools import both, needs_compiler
+from numerics.kernels.kernel_tools import needs_compiler
 
 RULES = ["absmax", "four-over-six", "search", "unbiased"]
 FACTORS = [0.05, 0.9, 1.0, 7.0]  # of the tensor's own largest magnitude
@@ -44,28 +44,19 @@ def test_its_own_amax_changes_nothing():
         assert_same_bits(own, fake_quantize(x, scale_rule=rule))
 
 
-@needs_compiler
-@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("compiled", marks=needs_compiler)])
 @pytest.mark.parametrize("rule", ["absmax", "search"])
-def test_compiled_kernels(rule):
+def test_in_every_kernel_packed_and_stored(rule, kernel):
     quantizer, x = Quantizer(scale_rule=rule), matrix(33, 160)
     for factor in FACTORS:
-        both(quantizer, x, amax=x.abs().amax() * factor)
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    ["reference", pytest.param("compiled", marks=needs_compiler)],
-)
-def test_packed_and_stored(kernel):
-    quantizer, x = Quantizer(scale_rule="search"), matrix(33, 160)
-    for factor in FACTORS:
         amax = x.abs().amax() * factor
-        with use_kernels(kernel):
+        with use_kernels("reference"):
             expected = quantizer(x, amax=amax)
+        with use_kernels(kernel):
+            assert_same_bits(quantizer(x, amax=amax), expected)
             packed = kernels.pack(x, quantizer, amax=amax)
             assert_same_bits(kernels.unpack(packed, quantizer, shape=(33, 160)), expected)
-            assert_same_bits(quantize(x, scale_rule="search", amax=amax).dequantize(), expected)
+            assert_same_bits(quantize(x, scale_rule=rule, amax=amax).dequantize(), expected)
             values, scale = quantizer.unscaled(x, dtype=torch.bfloat16, amax=amax)
             assert_same_bits(values.float() * scale, expected)
 

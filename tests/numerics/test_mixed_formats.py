@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import reference
 import torch
@@ -208,12 +207,3 @@ class TestRefusals:
     def test_rules_that_compare_scales(self, rule):
         with pytest.raises(ValueError, match=rf'"{rule}".*if4; use scale_rule="absmax"'):
             Quantizer("if4", scale_rule=rule)
-
-
-def test_bits_are_those_of_nvfp4():
-    for fmt in FORMATS.values():
-        assert fmt.bits_per_element == NVFP4.bits_per_element == 4.5
-        assert fmt.element.max == 6
-    q = quantize(tensor(64, 64), "if4")
-    assert q.nbytes == quantize(tensor(64, 64), NVFP4).nbytes
-    assert np.prod(q.scale.shape) == 64 * 4

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from metis_hf.noise import Key, uniform
 from metis_hf.transforms.orthogonal import next_basis
 from metis_hf.transforms.spectral import dominant_subspace
+from numerics.helpers import gaussian
 
 ORTHONORMAL = 1e-5  # fp32
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 SAMPLES = {
-    "flat": normal(272, 96, seed=2),
-    "power law": (normal(272, 96, seed=3) * torch.arange(1, 97) ** -1.0),
-    "rank 3": normal(272, 3, seed=4) @ normal(3, 96, seed=5),
-    "one giant row": torch.cat([1e6 * normal(1, 96, seed=6), normal(271, 96, seed=7)]),
-    "ill-conditioned": normal(272, 96, seed=8) * 10 ** torch.linspace(0, -8, 96),
-    "integers": normal(272, 96, seed=9).round(),
-    "fewer rows than the sketch": normal(12, 96, seed=10),
-    "fewer columns": normal(272, 11, seed=11),
+    "flat": gaussian(272, 96, seed=2),
+    "power law": (gaussian(272, 96, seed=3) * torch.arange(1, 97) ** -1.0),
+    "rank 3": gaussian(272, 3, seed=4) @ gaussian(3, 96, seed=5),
+    "one giant row": torch.cat([1e6 * gaussian(1, 96, seed=6), gaussian(271, 96, seed=7)]),
+    "ill-conditioned": gaussian(272, 96, seed=8) * 10 ** torch.linspace(0, -8, 96),
+    "integers": gaussian(272, 96, seed=9).round(),
+    "fewer rows than the sketch": gaussian(12, 96, seed=10),
+    "fewer columns": gaussian(272, 11, seed=11),
 }
 
 
@@ -52,9 +48,9 @@ def test_a_randomized_svd_is_lapacks(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_basis_is_made_of_each_row_and_those_before(dtype):
     """As by Gram and Schmidt: LAPACK's Q with the signs of R's diagonal."""
-    y = (normal(20, 50) * torch.logspace(2, -2, 20)[:, None]).to(dtype)
+    y = (gaussian(20, 50) * torch.logspace(2, -2, 20)[:, None]).to(dtype)
     q, r = torch.linalg.qr(y.double().T)
     wanted = (q * r.diagonal().sign()).T
     for passes in (1, 2):
-        found = next_basis(y, normal(20, 50, seed=1).to(dtype) / 7, passes=passes)
+        found = next_basis(y, gaussian(20, 50, seed=1).to(dtype) / 7, passes=passes)
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-4)

@@ -207,11 +207,3 @@ def test_codes_are_the_equations_with_the_casts_of_ml_dtypes(dtype) -> None:
     q, (codes, scale) = quantize(x), nvfp4(x.numpy())
     assert_same_array(codes_of(q), codes)
     assert_same_array(q.scale.float().numpy(), scale)
-
-
-def test_ties_go_to_the_even_code() -> None:
-    """A tensor scale for 447.99 instead of 448 would leave no tie one."""
-    ties = np.zeros((2, 16), np.float32)
-    ties[0, 0] = 2688  # the tensor scale is 1, and so is the scale of a block with amax 6
-    ties[1, :8] = [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
-    assert codes_of(quantize(torch.from_numpy(ties)))[1, :8].tolist() == [6, 0, 1, 1, 2, 2, 4, 4]

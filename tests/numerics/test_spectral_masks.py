@@ -11,13 +11,8 @@ from tensors import assert_same
 
 from metis_hf.noise import Key
 from metis_hf.transforms import spectral_split
-from numerics.test_spectral_split import (
-    SKETCH_TOLERANCE,
-    assert_orthonormal_rows,
-    assert_valid,
-    normal,
-    seeded,
-)
+from numerics.helpers import gaussian, seeded
+from numerics.test_spectral_split import SKETCH_TOLERANCE, assert_orthonormal_rows, assert_valid
 
 # --- row_mask (True keeps a row) -----------------------------------------------------------------
 
@@ -26,7 +21,7 @@ from numerics.test_spectral_split import (
 @pytest.mark.parametrize("kept", [3, 30, 99])
 def test_masked_rows_never_influence_the_basis(filler, kept) -> None:
     """Bit for bit, apart from the order: s is over all rows, and vh comes in descending s."""
-    x = normal(100, 20, seed=24)
+    x = gaussian(100, 20, seed=24)
     mask = torch.zeros(100, dtype=torch.bool)
     mask[torch.randperm(100, generator=seeded(25))[:kept]] = True
     for key, sample_frac in itertools.product(range(3), (1.0, 0.2)):
@@ -39,7 +34,7 @@ def test_masked_rows_never_influence_the_basis(filler, kept) -> None:
 
 
 def test_masked_rows_are_still_split() -> None:
-    x = normal(100, 20, seed=26)
+    x = gaussian(100, 20, seed=26)
     mask = torch.arange(100) < 60
     assert_valid(spectral_split(x, 4, row_mask=mask), x, 4)
 
@@ -47,8 +42,8 @@ def test_masked_rows_are_still_split() -> None:
 def test_mask_with_every_row_sampled_finds_the_kept_rows() -> None:
     """Two families of rows in orthogonal subspaces: the basis spans the kept family."""
     x = torch.zeros(100, 20)
-    x[:60, :4] = normal(60, 4, seed=27)
-    x[60:, 4:8] = 100 * normal(40, 4, seed=28)
+    x[:60, :4] = gaussian(60, 4, seed=27)
+    x[60:, 4:8] = 100 * gaussian(40, 4, seed=28)
     split = spectral_split(x, 4, row_mask=torch.arange(100) < 60)
     assert split.residual[:60].abs().max() <= SKETCH_TOLERANCE
     assert (split.vh[:, 4:].abs() <= SKETCH_TOLERANCE).all()
@@ -57,7 +52,7 @@ def test_mask_with_every_row_sampled_finds_the_kept_rows() -> None:
 @pytest.mark.parametrize("kept", [5, 24, 39])
 def test_mask_with_every_row_sampled_skips_no_kept_row(kept) -> None:
     """sample_frac=1 means all kept rows: at full rank none of them leaves a residual."""
-    x = normal(40, 64, seed=29)
+    x = gaussian(40, 64, seed=29)
     mask = torch.zeros(40, dtype=torch.bool)
     mask[torch.randperm(40, generator=seeded(30))[:kept]] = True
     for key in range(5):
@@ -66,14 +61,14 @@ def test_mask_with_every_row_sampled_skips_no_kept_row(kept) -> None:
 
 
 def test_mask_of_true_is_no_mask() -> None:
-    x = normal(50, 20, seed=31)
+    x = gaussian(50, 20, seed=31)
     split = spectral_split(x, 4, row_mask=torch.ones(50, dtype=torch.bool))
     assert_same(split, spectral_split(x, 4))
 
 
 def test_mask_of_false_is_no_error() -> None:
     """A batch of padding only: nothing to learn from, and nothing to fail on."""
-    x = normal(50, 20, seed=32)
+    x = gaussian(50, 20, seed=32)
     assert_valid(spectral_split(x, 4, row_mask=torch.zeros(50, dtype=torch.bool)), x, 4)
 
 
@@ -82,7 +77,7 @@ def test_mask_of_false_is_no_error() -> None:
 
 def test_no_gradient_flows_through_the_decomposition() -> None:
     """The quantized operands carry the gradient; that of an SVD is undefined at equal values."""
-    x = normal(20, 12, seed=33).requires_grad_()
+    x = gaussian(20, 12, seed=33).requires_grad_()
     before = x.detach().clone()
     split = spectral_split(x, 3)
     assert not any(part.requires_grad for part in split)

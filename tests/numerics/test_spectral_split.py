@@ -15,6 +15,7 @@ from torch import Tensor
 from metis_hf.noise import Key
 from metis_hf.transforms import SpectralSplit, decompose_weight, spectral_split
 from metis_hf.transforms.spectral import sample_rows
+from numerics.helpers import gaussian
 
 # Captured energy relative to the best rank 16 of 8192 x 1024 from 1 % of the rows: measured with
 # an exact SVD of the sampled rows as .99 and .93, means over draws that agree to .02.
@@ -31,14 +32,6 @@ FP32_TOLERANCE = 1e-5  # about 100 ulps: sums of up to 1024 fp32 products
 SKETCH_TOLERANCE = 1e-4  # singular values of a basis found through a fp32 Gram matrix
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=seeded(seed))
-
-
 def spectrum(size: int, rank: int, gain: float) -> Tensor:
     """i^-.5 with the first `rank` values multiplied by `gain`."""
     s = torch.arange(1, size + 1, dtype=torch.float64) ** -0.5
@@ -48,8 +41,8 @@ def spectrum(size: int, rank: int, gain: float) -> Tensor:
 
 def with_spectrum(t: int, s: Tensor, *, seed: int = 0) -> Tensor:
     """[t c] fp32 with the singular values s [c] and random singular vectors, t >= c."""
-    left = torch.linalg.qr(normal(t, len(s), seed=seed)).Q
-    right = torch.linalg.qr(normal(len(s), len(s), seed=seed + 1)).Q
+    left = torch.linalg.qr(gaussian(t, len(s), seed=seed)).Q
+    right = torch.linalg.qr(gaussian(len(s), len(s), seed=seed + 1)).Q
     return (left * s.float()) @ right
 
 
@@ -88,7 +81,7 @@ def assert_valid(split: SpectralSplit, x: Tensor, rank: int) -> None:
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (32, 32), (7, 1), (1, 7)], ids=str)
 def test_full_rank_is_the_svd(shape) -> None:
-    x, rank = normal(*shape, seed=1), min(shape)
+    x, rank = gaussian(*shape, seed=1), min(shape)
     split = spectral_split(x, rank)
     assert_valid(split, x, rank)
     assert_close_to_scale(split.residual, torch.zeros_like(x), SKETCH_TOLERANCE * x.abs().max())
@@ -100,9 +93,9 @@ def test_full_rank_is_the_svd(shape) -> None:
 def test_dominant_part_of_a_gapped_matrix_is_that_of_the_svd(shape) -> None:
     rank = 6
     sizes = torch.tensor([60.0, 50, 40, 30, 25, 20])
-    u = torch.linalg.qr(normal(shape[0], rank, seed=2)).Q
-    v = torch.linalg.qr(normal(shape[1], rank, seed=3)).Q
-    x = (u * sizes) @ v.T + 0.01 * normal(*shape, seed=4)
+    u = torch.linalg.qr(gaussian(shape[0], rank, seed=2)).Q
+    v = torch.linalg.qr(gaussian(shape[1], rank, seed=3)).Q
+    x = (u * sizes) @ v.T + 0.01 * gaussian(*shape, seed=4)
     split = spectral_split(x, rank)
     assert_valid(split, x, rank)
     best = ref.spectral_split(x.numpy(), rank)
@@ -119,13 +112,13 @@ def test_dominant_part_of_a_gapped_matrix_is_that_of_the_svd(shape) -> None:
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64), (200, 32), (33, 17), (1, 20), (20, 1)])
 def test_parts_always_add_up(shape) -> None:
     """Whatever was sampled, the residual takes what the subspace missed."""
-    x = normal(*shape, seed=5)
+    x = gaussian(*shape, seed=5)
     for rank, sample_frac in itertools.product((1, min(5, *shape)), (1.0, 0.3, 0.01)):
         assert_valid(spectral_split(x, rank, sample_frac=sample_frac), x, rank)
 
 
 def test_every_option_leaves_a_valid_split() -> None:
-    x = normal(50, 30, seed=6)
+    x = gaussian(50, 30, seed=6)
     for options in (
         {"oversample": 0},
         {"n_iter": 0},
@@ -138,7 +131,7 @@ def test_every_option_leaves_a_valid_split() -> None:
 
 
 def test_lower_rank_keeps_no_more_energy() -> None:
-    x = normal(60, 40, seed=7)
+    x = gaussian(60, 40, seed=7)
     norms = [spectral_split(x, rank).residual.norm().item() for rank in range(1, 41)]
     assert all(b <= a + FP32_TOLERANCE * norms[0] for a, b in itertools.pairwise(norms))
 
@@ -146,7 +139,7 @@ def test_lower_rank_keeps_no_more_energy() -> None:
 @pytest.mark.parametrize("exponent", [-90, 90])
 def test_size_of_the_input_does_not_matter(exponent) -> None:
     """The squares leave fp32: Gram matrix and norms have to be taken of x / amax."""
-    x = normal(40, 20, seed=8)
+    x = gaussian(40, 20, seed=8)
     factor = 2.0**exponent
     plain, scaled = spectral_split(x, 3), spectral_split(x * factor, 3)
     assert_valid(scaled, x * factor, 3)
@@ -160,8 +153,8 @@ ROWS, COLUMNS, RANK = 8192, 1024, 16
 
 @pytest.fixture(scope="module")
 def factors() -> tuple[Tensor, Tensor]:
-    left = torch.linalg.qr(normal(ROWS, COLUMNS, seed=9)).Q
-    right = torch.linalg.qr(normal(COLUMNS, COLUMNS, seed=10)).Q
+    left = torch.linalg.qr(gaussian(ROWS, COLUMNS, seed=9)).Q
+    right = torch.linalg.qr(gaussian(COLUMNS, COLUMNS, seed=10)).Q
     return left, right
 
 
@@ -214,7 +207,7 @@ def test_min_rows_is_a_floor_on_the_sample() -> None:
 
 @pytest.mark.parametrize("sample_frac", [1.0, 0.5])
 def test_rank_deficient_matrix(sample_frac) -> None:
-    x = normal(40, 2, seed=13) @ normal(2, 24, seed=14)
+    x = gaussian(40, 2, seed=13) @ gaussian(2, 24, seed=14)
     split = spectral_split(x, 6, sample_frac=sample_frac)
     assert_valid(split, x, 6)
     assert_close_to_scale(split.residual, torch.zeros_like(x), SKETCH_TOLERANCE * x.abs().max())
@@ -228,10 +221,10 @@ def test_rank_deficient_matrix(sample_frac) -> None:
 
 def test_difficult_matrices() -> None:
     """Zeros, rows and columns of zeros, one row (in generation), equal rows, strides."""
-    sparse = normal(40, 24, seed=15)
+    sparse = gaussian(40, 24, seed=15)
     sparse[3:20] = 0
     sparse[:, 5:20] = 0
-    row, strided = normal(1, 24, seed=17), normal(24, 50, seed=19)
+    row, strided = gaussian(1, 24, seed=17), gaussian(24, 50, seed=19)
     for x, rank in (
         (torch.zeros(30, 12), 4),
         (sparse, 8),
@@ -251,7 +244,7 @@ def test_difficult_matrices() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_input_is_decomposed_in_fp32(dtype) -> None:
-    x = normal(50, 24, seed=18).to(dtype)
+    x = gaussian(50, 24, seed=18).to(dtype)
     split, wanted = spectral_split(x, 4), spectral_split(x.float(), 4)
     assert split.s.dtype == torch.float32
     for part, other in zip(split, wanted):
@@ -260,7 +253,7 @@ def test_half_precision_input_is_decomposed_in_fp32(dtype) -> None:
 
 @pytest.mark.parametrize("split", [spectral_split, decompose_weight])
 def test_products_keep_their_precision_under_autocast(split) -> None:
-    x = normal(64, 48)
+    x = gaussian(64, 48)
     with torch.autocast("cpu", torch.bfloat16):
         inside = split(x, 4)
     assert_same(inside, split(x, 4))
@@ -269,7 +262,7 @@ def test_products_keep_their_precision_under_autocast(split) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("columns", [slice(None), 3], ids=["whole row", "one element"])
 def test_non_finite_rows_stay_visible_and_spare_the_basis(bad, columns) -> None:
-    x = normal(60, 20, seed=20)
+    x = gaussian(60, 20, seed=20)
     rows = [0, 7, 59]
     for row in rows:
         x[row, columns] = bad
@@ -312,7 +305,7 @@ def test_refusals(shape, rank, sample_frac, message) -> None:
 @pytest.mark.parametrize("sample_frac", [1.0, 0.1])
 def test_equal_keys_give_equal_splits(sample_frac) -> None:
     """Activation checkpointing recomputes the forward pass and has to meet the same split."""
-    x = normal(200, 24, seed=21)
+    x = gaussian(200, 24, seed=21)
     options = {"sample_frac": sample_frac, "row_mask": torch.arange(200) % 2 == 0}
     before = torch.get_rng_state()
     first = spectral_split(x, 4, key=Key(3), **options)

@@ -41,6 +41,10 @@ FORMATS = {
     for name, fmt in formats.FORMATS.items()
     if fmt.other is None
 }
+NOTHING_CLIPS = [
+    {"fmt": name, "scale_rounding": "nearest" if fmt.scale == "fp32" else "up"}
+    for name, fmt in FORMATS.items()
+]
 E4M3_GRID = np.array(formats.E4M3_GRID)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layers.layer_reference import (
-    Slot,
-)
-from layers.layer_tools import (
-    CONTRACTION_ONLY,
-    SCHEME_MODES,
-)
+from layers.layer_reference import Slot
+from layers.layer_tools import CONTRACTION_ONLY, SCHEME_MODES
 
 from metis_hf.schemes import Role
+
+SLOTS = ["fprop.input", "fprop.weight", "dgrad.grad_output"]
+SLOTS += ["dgrad.weight", "wgrad.grad_output", "wgrad.input"]
+REUSED = {
+    "dgrad.weight": "fprop.weight",
+    "wgrad.grad_output": "dgrad.grad_output",
+    "wgrad.input": "fprop.input",
+}  # by slots without a line
 
 
 def parse(table: str) -> dict[tuple[str, str], dict[str, Slot]]:
@@ -23,13 +26,13 @@ def parse(table: str) -> dict[tuple[str, str], dict[str, Slot]]:
             continue
         if not line.startswith(" "):
             scheme, mode = line.split(", ")
-            section = sections.setdefault((scheme, mode), {})
+            section = sections[scheme, mode] = dict.fromkeys(SLOTS)
+            section |= {slot: Slot(slot, "", reuses=reused) for slot, reused in REUSED.items()}
             continue
         slot, source, *rest = line.split(maxsplit=6)
         if source == "=":
-            rest = [" ".join(rest)]
-            reused, *corrected = rest[0].split()
-            section[slot] = Slot(slot, "", reuses=reused, corrected=corrected == ["corrected"])
+            reused, corrected = rest
+            section[slot] = Slot(slot, "", reuses=reused, corrected=corrected == "corrected")
             continue
         *rest, conditioner = rest
         corrected = conditioner.endswith(" corrected")
@@ -66,9 +69,6 @@ def options(scheme: str) -> dict:
     """The config's fields for a name in the table."""
     return VARIANTS.get(scheme, {"scheme": scheme})
 
-
-SLOTS = ["fprop.input", "fprop.weight", "dgrad.grad_output"]
-SLOTS += ["dgrad.weight", "wgrad.grad_output", "wgrad.input"]
 
 # No dimension is a multiple of 8: every block shape has an incomplete last one.
 TOKENS, IN, OUT = 37, 70, 52

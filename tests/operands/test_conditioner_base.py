@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from layers.layer_tools import layer_of
+from layers.layer_tools import Halved, layer_of
 
 from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
@@ -38,15 +38,6 @@ from metis_hf.schemes.parts import in_mode
 
 KEY = Key(3, torch.tensor(7, dtype=torch.int32))
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
-UNIT = 2.0**-24  # of fp32
-
-
-@dataclass(frozen=True)
-class Halved(Conditioner):
-    """The least that a conditioner can have."""
-
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
-        return 2 * quantizer(x / 2, dim=dim, key=key, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -161,13 +152,6 @@ class TestAroundQuantizer:
         with pytest.raises(ValueError, match=message):
             Undeclared().encode(matrix(), STOCHASTIC, dim=0, key=KEY)
         Undeclared().encode(matrix(), STOCHASTIC, dim=-1, key=KEY)
-
-    def test_no_entries(self):
-        for shape in ((0, 48), (48, 0)):
-            for dim in (-1, 0):
-                found = Cubed()(torch.zeros(shape), STOCHASTIC, dim=dim, key=KEY, dtype=torch.half)
-                assert found.shape == shape
-                assert found.dtype is torch.half
 
 
 class TestDirect:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from design import cases, some_slow
 from layers.layer_tools import Exact
+from numerics.cases import assert_same_bits
 
 from metis_hf.noise import Key
 from metis_hf.numerics import MXFP4, Quantizer
+from metis_hf.operands import Clamped, DifferentiableEstimator, HotChannels, RandomHadamard
 from metis_hf.operands.conditioners.mean import MeanRemoved, row_mean
 from metis_hf.operands.conditioners.rotated import FullHadamard, RandomKronecker
 from metis_hf.transforms import rotate, unrotate
@@ -33,6 +35,7 @@ CONDITIONERS = [
     MeanRemoved(),
     MeanRemoved(FullHadamard(5)),
 ]
+WITH_OUTLIERS = [Clamped(), Clamped(alpha=0.9), HotChannels(), DifferentiableEstimator()]
 QUANTIZERS = [
     Quantizer(),
     Quantizer(rounding="stochastic", scale_rounding="up"),
@@ -143,53 +146,71 @@ def test_random_orthogonal_matrices_have_no_preferred_direction():
     assert error < 5 * (2 / count) ** 0.5
 
 
-@cases({"conditioner": CONDITIONERS, "dim": [-1, 0]}, rotated={"quantizer": QUANTIZERS}, ids=ids)
-class TestConditioner:
-    """Conditioners hand matrices to a quantizer, and ask nothing about it."""
-
-    def test_decode_gives_what_a_call_gives(self, conditioner, dim, quantizer):
-        for shape, dtype in itertools.product(SHAPES, DTYPES):
-            for x in (matrix(shape, 1e-3), matrix(shape).bfloat16(), matrix(shape).double()):
+@cases(
+    {"conditioner": [*CONDITIONERS, *WITH_OUTLIERS], "dim": [-1, 0]},
+    rotated={"quantizer": QUANTIZERS},
+    ids=ids,
+)
+def test_decode_gives_what_a_call_gives(conditioner, dim, quantizer):
+    """To the bit. Conditioners hand matrices to a quantizer, and ask nothing about it."""
+    for shape in SHAPES:
+        for x in (
+            matrix(shape, 1e-3),
+            matrix(shape).bfloat16(),
+            matrix(shape).double(),
+            torch.full(shape, -1.75),
+            -torch.zeros(shape),
+            matrix(shape).index_fill(0, torch.tensor([0]), torch.nan),
+        ):
+            encoded = conditioner.encode(x, quantizer, dim=dim, key=KEY)
+            for dtype in DTYPES:
                 expected = conditioner(x, quantizer, dim=dim, key=KEY, dtype=dtype)
-                encoded = conditioner.encode(x, quantizer, dim=dim, key=KEY)
                 found = conditioner.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
                 assert expected.dtype is dtype
                 assert expected.shape == shape
-                assert torch.equal(found, expected)
+                assert_same_bits(found, expected)
+                assert expected.isnan().any() == x.isnan().any()
+                assert not quantizer.two_level or expected.isnan().all() == x.isnan().any()
 
-    def test_parts_make_up_the_operand(self, conditioner, dim, quantizer):
-        """What is measured is what was quantized."""
-        for shape in SHAPES:
-            x = matrix(shape)
-            x_hat = conditioner(x, quantizer, dim=dim, key=KEY, dtype=torch.float32)
-            *means, (_, before, after) = conditioner.parts(x, quantizer, dim=dim, key=KEY)
-            if isinstance(conditioner, MeanRemoved):
-                ((_, mean, mean_hat),) = means
-                torch.testing.assert_close(mean, row_mean(x))
-                if conditioner == MeanRemoved():
-                    torch.testing.assert_close(before + mean, x)
-                    torch.testing.assert_close(after + mean_hat, x_hat)
-                else:
-                    rest = conditioner.inner.inverse(after, dim=dim)
-                    torch.testing.assert_close(rest + mean_hat, x_hat)
+
+@cases({"conditioner": CONDITIONERS, "dim": [-1, 0]}, rotated={"quantizer": QUANTIZERS}, ids=ids)
+def test_parts_make_up_the_operand(conditioner, dim, quantizer):
+    """What is measured is what was quantized."""
+    for shape in SHAPES:
+        x = matrix(shape)
+        x_hat = conditioner(x, quantizer, dim=dim, key=KEY, dtype=torch.float32)
+        *means, (_, before, after) = conditioner.parts(x, quantizer, dim=dim, key=KEY)
+        if isinstance(conditioner, MeanRemoved):
+            ((_, mean, mean_hat),) = means
+            torch.testing.assert_close(mean, row_mean(x))
+            if conditioner == MeanRemoved():
+                torch.testing.assert_close(before + mean, x)
+                torch.testing.assert_close(after + mean_hat, x_hat)
             else:
-                torch.testing.assert_close(after.norm(), x_hat.norm(), rtol=1e-5, atol=0)
+                rest = conditioner.inner.inverse(after, dim=dim)
+                torch.testing.assert_close(rest + mean_hat, x_hat)
+        else:
+            torch.testing.assert_close(after.norm(), x_hat.norm(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("conditioner", [*CONDITIONERS, *WITH_OUTLIERS, RandomHadamard()], ids=ids)
+def test_no_entries(conditioner):
+    for shape, dim in itertools.product(((0, 48), (48, 0)), (-1, 0)):
+        x = torch.zeros(shape)
+        found = conditioner(x, Quantizer(), dim=dim, key=KEY, dtype=torch.bfloat16)
+        assert found.shape == shape
+        assert found.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("conditioner", CONDITIONERS, ids=ids)
 class TestContents:
     def test_edges(self, conditioner):
-        """No rows, zeros, and what is not finite; exact where nothing is quantized."""
-        for dim in (-1, 0):
-            options = {"dim": dim, "key": KEY}
-            found = conditioner(torch.zeros(0, 48), Quantizer(), dtype=torch.bfloat16, **options)
-            assert found.shape == (0, 48)
-            assert found.dtype is torch.bfloat16
-            for shape in SHAPES:
-                x = matrix(shape).double()
-                found = conditioner(x, Exact(), dtype=torch.float64, **options)
-                # Of entries near 10, and 2e3 terms.
-                torch.testing.assert_close(found, x, rtol=0, atol=1e-12)
+        """Zeros, and what is not finite; exact where nothing is quantized."""
+        for dim, shape in itertools.product((-1, 0), SHAPES):
+            x = matrix(shape).double()
+            found = conditioner(x, Exact(), dim=dim, key=KEY, dtype=torch.float64)
+            # Of entries near 10, and 2e3 terms.
+            torch.testing.assert_close(found, x, rtol=0, atol=1e-12)
         assert not conditioner(torch.zeros(37, 70), Quantizer(), dim=-1, key=KEY).any()
         for value in (torch.nan, torch.inf, -torch.inf):
             x = matrix((37, 70))

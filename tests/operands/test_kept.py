@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -61,10 +58,3 @@ def test_forgetting():
     assert kept.at(mark_of(x, x)) is new
     kept.forget(new)
     assert kept.is_empty
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_is_empty(copied):
-    kept = Kept()
-    kept.start(mark_of(torch.ones(3)))["a"] = 1
-    assert copied(kept).is_empty

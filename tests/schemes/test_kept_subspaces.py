@@ -10,7 +10,7 @@ import torch
 import transformers
 from conftest import llama
 from layers.layer_tools import layer_of
-from tensors import assert_same, same
+from tensors import same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training.trainer_tools import converted, trainer
@@ -164,34 +164,6 @@ def test_layers_with_one_input_keep_one_subspace(fields):
         for a, b in zip(together, apart):
             assert same(buffers(a), buffers(b))
         assert torch.equal(together[0].input_basis, together[2].input_basis)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "fields"),
-    [
-        ("metis", REFINED),
-        pytest.param("metis", KEPT, marks=pytest.mark.slow),
-        pytest.param("metis-paper", KEPT, marks=pytest.mark.slow),
-        pytest.param("metis-paper", REFINED, marks=pytest.mark.slow),
-    ],
-)
-def test_resume_is_exact(scheme, fields, tmp_path):
-    """Cut between two searches; gradient accumulation and activation checkpointing on."""
-
-    def run():
-        return trainer(
-            tmp_path, converted(scheme, **fields), [MetisCallback(health_interval=0)], max_steps=7,
-            gradient_accumulation_steps=2, gradient_checkpointing=True, save_strategy="steps",
-            save_steps=5,
-        )  # fmt: skip
-
-    whole = run()
-    whole.train()
-    cut = run()
-    cut.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    states = whole.model.state_dict(), cut.model.state_dict()
-    assert any(name.endswith("input_basis") for name in states[0])
-    assert_same(*states)
 
 
 def test_measuring_a_step_changes_nothing(tmp_path):

@@ -7,11 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from design import cases
 from layers.layer_tools import layer_of
-from operands.test_ms_eden import key, matrix
+from numerics.helpers import gaussian
 from reference import fake_quantize
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from metis_hf import MetisConfig
 from metis_hf.noise import Key
@@ -23,70 +21,24 @@ from metis_hf.operands.conditioners.hot_channels import HotChannels
 from metis_hf.schemes import Role, build_scheme
 
 NEAREST = Quantizer()
-STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
+KEY = Key(0, torch.tensor(0, dtype=torch.int32))
 BIN = 1 / 128  # width of a bin of the histogram, of its values, at most
-SHAPES = [(37, 70), (1, 48), (48, 1), (130, 300)]
-CONDITIONERS = [Clamped(), Clamped(alpha=0.9), HotChannels(), DifferentiableEstimator()]
 
 
 def heavy(rows, columns):
     """With a few channels thirty times as large as the others."""
-    return matrix(rows, columns) * torch.where(torch.arange(columns) % 17 == 3, 30.0, 1.0)
-
-
-def name_of(level):
-    return level.rounding.value if isinstance(level, Quantizer) else str(level)
-
-
-class TestEveryConditioner:
-    @cases(
-        {"conditioner": CONDITIONERS, "dim": [-1, 0]},
-        rotated={"quantizer": [NEAREST, STOCHASTIC], "shape": SHAPES},
-        ids=name_of,
-    )
-    def test_saved_codes_are_the_call(self, conditioner, shape, dim, quantizer):
-        for x in (
-            heavy(*shape),
-            torch.full(shape, -1.75),
-            -torch.zeros(shape),
-            matrix(*shape).index_fill(0, torch.tensor([0]), torch.nan),
-        ):
-            encoded = conditioner.encode(x, quantizer, dim=dim, key=key())
-            for dtype in (torch.float32, torch.bfloat16):
-                decoded = conditioner.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
-                direct = conditioner(x, quantizer, dim=dim, key=key(), dtype=dtype)
-                assert direct.dtype is dtype
-                assert direct.shape == shape
-                assert torch.equal(decoded.view(torch.uint8), direct.view(torch.uint8))
-                assert direct.isnan().all() == x.isnan().any()
-
-    @pytest.mark.parametrize("conditioner", CONDITIONERS, ids=repr)
-    def test_no_rows_and_no_waiting(self, conditioner):
-        """A value needed on the host, or a shape that depends on one, raises under the mode."""
-        for shape in ((0, 48), (48, 0)):
-            found = conditioner(torch.zeros(shape), NEAREST, dim=-1, key=key(), dtype=torch.half)
-            assert found.shape == shape
-            assert found.dtype is torch.half
-        with FakeTensorMode():
-            x = torch.randn(64, 96)
-            encoded = conditioner.encode(x, NEAREST, dim=-1, key=Key(0))
-            conditioner.decode(encoded, NEAREST, dim=-1, shape=(64, 96))
-            conditioner(x, NEAREST, dim=-1, key=Key(0))
-
-    def test_the_test_for_waiting_can_fail(self):
-        with FakeTensorMode(), pytest.raises(Exception, match="_local_scalar_dense"):
-            torch.randn(4).sum().item()
+    return gaussian(rows, columns) * torch.where(torch.arange(columns) % 17 == 3, 30.0, 1.0)
 
 
 class TestClamped:
     TENSORS = (
-        matrix(37, 70),
+        gaussian(37, 70),
         heavy(128, 170),
-        -matrix(64, 64).abs() - 1,
-        matrix(40, 50).exp(),
-        matrix(64, 64) * 1e-38,
+        -gaussian(64, 64).abs() - 1,
+        gaussian(40, 50).exp(),
+        gaussian(64, 64) * 1e-38,
         torch.zeros(40, 40),
-        matrix(50, 60).to(torch.bfloat16).float(),
+        gaussian(50, 60).to(torch.bfloat16).float(),
     )
 
     @pytest.mark.parametrize("x", TENSORS, ids=range(len(TENSORS)))
@@ -107,13 +59,13 @@ class TestClamped:
         clamped = np.clip(x.numpy(), np.float32(low), np.float32(high))
         rest = torch.from_numpy(x.numpy() - clamped).to(torch.bfloat16).float().numpy()
         expected = fake_quantize(clamped, dim=dim).values + rest
-        found = Clamped()(x, NEAREST, dim=dim, key=key())
+        found = Clamped()(x, NEAREST, dim=dim, key=KEY)
         np.testing.assert_array_equal(found.numpy(), expected)
         assert 0.005 < np.count_nonzero(rest) / x.numel() <= 0.02
 
     def test_the_sparse_part_is_small_and_complete(self):
         x = heavy(256, 512)
-        encoded = Clamped().encode(x, NEAREST, dim=-1, key=key())
+        encoded = Clamped().encode(x, NEAREST, dim=-1, key=KEY)
         values, columns, row_ends = encoded.tensors[3:]
         assert values.shape == columns.shape == (2 * int(0.01 * x.numel()),)
         assert (values.dtype, columns.dtype, row_ends.dtype) == (
@@ -127,16 +79,16 @@ class TestClamped:
 
     def test_wide_matrices(self):
         """Columns beyond 16 bits."""
-        x = matrix(3, 40000)
-        encoded = Clamped().encode(x, NEAREST, dim=-1, key=key())
+        x = gaussian(3, 40000)
+        encoded = Clamped().encode(x, NEAREST, dim=-1, key=KEY)
         assert encoded.tensors[4].dtype is torch.int32
         decoded = Clamped().decode(encoded, NEAREST, dim=-1, shape=x.shape)
-        assert torch.equal(decoded, Clamped()(x, NEAREST, dim=-1, key=key()))
+        assert torch.equal(decoded, Clamped()(x, NEAREST, dim=-1, key=KEY))
 
     def test_infinities_stay(self):
-        x = matrix(64, 64)
+        x = gaussian(64, 64)
         x[3, 5], x[7, 9] = torch.inf, -torch.inf
-        found = Clamped()(x, NEAREST, dim=-1, key=key())
+        found = Clamped()(x, NEAREST, dim=-1, key=KEY)
         assert found[3, 5] == torch.inf
         assert found[7, 9] == -torch.inf
         assert found.isfinite().sum() == x.numel() - 2
@@ -160,7 +112,7 @@ class TestHotChannels:
         expected = first.copy()
         where = (slice(None), hot) if dim == -1 else (hot, slice(None))
         expected[where] = first[where] + patch
-        found = HotChannels()(x, Quantizer(tile=tile), dim=dim, key=key())
+        found = HotChannels()(x, Quantizer(tile=tile), dim=dim, key=KEY)
         np.testing.assert_array_equal(found.numpy(), expected)
 
 
@@ -198,7 +150,7 @@ class TestGradientEstimator:
         t, i, o = shape
         torch.manual_seed(0)
         _, layer = layer_of("occ", mode, i=i, o=o)
-        x, dy = heavy(t, i), matrix(t, o, 1)
+        x, dy = heavy(t, i), gaussian(t, o, seed=1)
         results = []
         for conditioner in (layer.scheme.fprop_weight.conditioner, IDENTITY):
             weight = replace(layer.scheme.fprop_weight, conditioner=conditioner)
@@ -220,7 +172,7 @@ class TestGradientEstimator:
     def test_a_weight_of_zeros(self):
         _, layer = layer_of("occ")
         layer.weight.data.zero_()
-        layer(matrix(40, 48)).sum().backward()
+        layer(gaussian(40, 48)).sum().backward()
         assert layer.weight.grad.isfinite().all()
         assert layer.weight.grad.any()
 

@@ -249,17 +249,27 @@ def test_low_rank_branch_is_exact():
     assert (w_hat - linear.weight).norm() < 1e-5 * linear.weight.norm()
 
 
+KEPT = {"subspace_interval": 4}  # searches in steps 1, 4 and 8
+REFINED = {**KEPT, "subspace_refinements": 1}
+RESUMED = [(scheme, {}) for scheme in OURS]
+RESUMED += [(scheme, kept) for scheme in ("metis", "metis-paper") for kept in (KEPT, REFINED)]
+QUICK = ("smoothquant", {}), ("tetrajet2", {}), ("metis", REFINED)
+
+
 @pytest.mark.parametrize(
-    "scheme", some_slow(OURS, ["omniquant", "outlier-suppression-plus", "svdquant"])
+    ("scheme", "fields"), some_slow(RESUMED, [each for each in RESUMED if each not in QUICK])
 )
-def test_resume_is_exact(scheme, tmp_path, monkeypatch):
-    """Cut within a window of steps; gradient accumulation and activation checkpointing on."""
+def test_resume_is_exact(scheme, fields, tmp_path, monkeypatch):
+    """Cut within a window of steps and between two searches of subspaces.
+
+    Gradient accumulation and activation checkpointing are on.
+    """
     settings = {"period": 4, "window": 3, "threshold": 2.0, "start": 0.0}
     monkeypatch.setattr(tetrajet2, "Oscillation", functools.partial(Oscillation, **settings))
 
     def run():
         return trainer(
-            tmp_path, converted(scheme), [MetisCallback(health_interval=0)], max_steps=8,
+            tmp_path, converted(scheme, **fields), [MetisCallback(health_interval=0)], max_steps=8,
             gradient_accumulation_steps=2, gradient_checkpointing=True, learning_rate=3e-3,
             gradient_checkpointing_kwargs={"use_reentrant": False}, save_strategy="steps",
             save_steps=6,
@@ -271,6 +281,7 @@ def test_resume_is_exact(scheme, tmp_path, monkeypatch):
     cut.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     states = whole.model.state_dict(), cut.model.state_dict()
     assert_same(*states)
+    assert any(name.endswith("input_basis") for name in states[0]) == bool(fields)
     if scheme in CHANNELWISE:
         ranges = [value for name, value in states[0].items() if name.endswith(STATE[0])]
         assert ranges

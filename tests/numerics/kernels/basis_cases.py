@@ -14,16 +14,12 @@ from torch import Tensor
 from metis_hf.noise import Key
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.transforms.spectral import dominant_basis
-from numerics.helpers import seeded
+from numerics.helpers import gaussian
 
 ORTHONORMAL = 5e-6
 # Rows and columns: one, as many of both, more columns than a program reads at once, the most rows
 # that one program holds and one more, which torch's operations take.
 SIZES = [(1, 1), (3, 1100), (17, 17), (40, 64), (128, 130), (129, 140)]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=seeded(seed))
 
 
 class BasisCases:
@@ -43,9 +39,9 @@ class BasisCases:
     @pytest.mark.parametrize(("rows", "columns"), SIZES)
     def test_bases_of_any_size(self, rows, columns) -> None:
         """From a sketch, and from a basis of the step before."""
-        sample = normal(2 * rows, columns) * 0.95 ** torch.arange(columns)
+        sample = gaussian(2 * rows, columns) * 0.95 ** torch.arange(columns)
         sample[:rows] += 3 * torch.eye(rows, columns)
-        start = torch.linalg.qr(normal(columns, rows, seed=1)).Q
+        start = torch.linalg.qr(gaussian(columns, rows, seed=1)).Q
         for options in ({"n_iter": 0}, {"n_iter": 2}, {"n_iter": 1, "start": start}):
             start_there = {k: v.to(self.device) for k, v in options.items() if k == "start"}
             with use_kernels("reference"):
@@ -62,7 +58,7 @@ class BasisCases:
         """From as many rows as directions too; the scale of the sample does not matter."""
         values = 0.8 ** torch.arange(70)
         for rows in (300, 9):
-            sample = (normal(rows, 70) * values).to(dtype)
+            sample = (gaussian(rows, 70) * values).to(dtype)
             options = {"n_iter": products, "key": Key(3)}
             with use_kernels("reference"):
                 wanted = dominant_basis(sample, 9, **options)
@@ -74,7 +70,7 @@ class BasisCases:
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
     def test_entries_that_are_not_finite_count_as_zero(self, bad) -> None:
-        sample = normal(100, 90).bfloat16()
+        sample = gaussian(100, 90).bfloat16()
         sample[5, 3:9] = bad
         zeroed = torch.where(sample.isfinite(), sample, 0)
         found, wanted = (self.run(lambda x: dominant_basis(x, 8), x) for x in (sample, zeroed))
@@ -89,9 +85,9 @@ class BasisCases:
 
     def test_what_a_sample_has_is_kept_beside_them(self) -> None:
         """Rows of zeros and equal ones make a sample of rank 6, asked for 12 directions."""
-        sample = normal(6, 50).repeat(8, 1)
+        sample = gaussian(6, 50).repeat(8, 1)
         sample[3::7] = 0
-        start = torch.linalg.qr(normal(50, 12, seed=1)).Q
+        start = torch.linalg.qr(gaussian(50, 12, seed=1)).Q
         start[:, 4] = 0
         for options in ({}, {"n_iter": 1, "start": start.to(self.device)}):
             find = partial(dominant_basis, rank=12, key=Key(3), **options)
@@ -100,7 +96,7 @@ class BasisCases:
             assert (sample - sample @ basis @ basis.T).norm() <= 1e-4 * sample.norm()
 
     def test_equal_calls_give_equal_bits(self) -> None:
-        sample = normal(300, 70)
+        sample = gaussian(300, 70)
         first, second = (self.run(lambda x: dominant_basis(x, 20), sample) for _ in range(2))
         assert torch.equal(first, second)
 

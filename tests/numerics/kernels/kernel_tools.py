@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -60,17 +62,6 @@ COMPILED = {
         torch.float32,
     ),
 }
-# The same for packing.
-PACKED = {
-    "rows, two levels": (Quantizer(), -1, torch.float32),
-    "rows, stochastic, up, bf16": (
-        Quantizer(rounding="stochastic", scale_rounding="up"),
-        -1,
-        torch.bfloat16,
-    ),
-    "columns, one level": (Quantizer(two_level=False), 0, torch.float32),
-    "squares, stochastic": (Quantizer(tile="square", rounding="stochastic"), -1, torch.float32),
-}
 ALL = [
     Quantizer(
         rounding=rounding, scale_rounding=scale, two_level=two_level, tile=tile, scale_rule=rule
@@ -87,7 +78,14 @@ ALL = [
     for two_level in (True, False)
     for tile in ("row", "square")
 ]
-VARIANTS = [(q, dim) for q in ALL for dim in ((-1, 0) if q.tile == "row" else (-1,))]
+
+
+def variants(quantizers: Sequence[Quantizer]) -> list[tuple[Quantizer, int]]:
+    """With rows along both dimensions."""
+    return [(q, dim) for q in quantizers for dim in ((-1, 0) if q.tile == "row" else (-1,))]
+
+
+VARIANTS = variants(ALL)
 
 
 def both(quantizer: Quantizer, x: Tensor, kernel: str = "compiled", **options) -> None:
@@ -138,15 +136,11 @@ def adversarial() -> dict[str, Tensor]:
 TENSORS = adversarial()
 
 
-def shapes(draw) -> tuple[int, ...]:
-    return tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
-
-
 @st.composite
 def tensors(draw, quantizers=tuple(ALL)) -> tuple[Tensor, Quantizer, int]:
     """A tensor of any shape and stride, how to quantize it, and along what."""
     quantizer = draw(st.sampled_from(quantizers))
-    shape = shapes(draw)
+    shape = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
     dim = draw(st.integers(-len(shape), -1))
     x = torch.randn(shape, generator=seeded(draw(st.integers(0, 99))))
     x = x * 2.0 ** draw(st.integers(-130, 120))

@@ -25,14 +25,7 @@ from numerics.kernels.kernel_tools import (
     needs_compiler,
     tensors,
 )
-
-
-def check(quantizer: Quantizer, x: Tensor, dim: int) -> None:
-    """The C++ gives the reference's bits."""
-    with use_kernels("reference"):
-        wanted = quantizer(x, dim=dim, key=5)
-    with use_kernels("compiled"):
-        assert_same_bits(quantizer(x, dim=dim, key=5), wanted)
+from numerics.kernels.kernel_tools import check as check_packed
 
 
 @needs_compiler
@@ -40,7 +33,7 @@ def check(quantizer: Quantizer, x: Tensor, dim: int) -> None:
 def test_every_choice_is_the_reference_to_the_bit(name) -> None:
     """In another dtype for the next tensor."""
     for turn, (quantizer, dim) in enumerate(VARIANTS, list(TENSORS).index(name)):
-        check(quantizer, TENSORS[name].to(DTYPES[turn % len(DTYPES)]), dim)
+        both(quantizer, TENSORS[name].to(DTYPES[turn % len(DTYPES)]), dim=dim)
 
 
 @needs_compiler
@@ -50,7 +43,7 @@ def test_shapes_and_strides(case) -> None:
     x, quantizer, dim = case
     if (quantizer.tile == "square" and x.dim() < 2) or not has_form(x, quantizer.tile, dim):
         return
-    check(quantizer, x, dim)
+    both(quantizer, x, dim=dim)
 
 
 @needs_compiler
@@ -79,6 +72,7 @@ def test_several_threads() -> None:
     try:
         for quantizer, dim, dtype in COMPILED.values():
             both(quantizer, x, dim=dim, dtype=dtype)
+            check_packed(x, quantizer, dim, dtype)
         both_draw((300, 40))
     finally:
         torch.set_num_threads(threads)

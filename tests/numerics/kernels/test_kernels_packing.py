@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import (
     fake_quantize,
-    pack,
     pack_with_values,
     unpack,
     use_kernels,
@@ -56,16 +55,6 @@ def test_shapes_and_strides(rows, columns, quantizer, dim, dtype, flip) -> None:
 
 
 @needs_compiler
-def test_codes_and_values_come_from_one_call() -> None:
-    """`check` compares them wherever there are values."""
-    x, low = torch.randn(2, 20, 32, generator=seeded(1))
-    options = {"dim": -1, "key": 5, "dtype": torch.float32, "scaled": True}
-    with use_kernels("compiled"):
-        packed, values = pack_with_values(x, Quantizer(), minus=low, plus=low, **options)
-    assert_same_bits(values, unpack(packed, Quantizer(), shape=(20, 32), plus=low))
-
-
-@needs_compiler
 @pytest.mark.parametrize("dim", [-1, 0])
 @pytest.mark.parametrize("columns", [64, 70])
 def test_values_may_take_the_memory_of_what_is_subtracted_and_added(dim, columns) -> None:
@@ -100,38 +89,9 @@ def test_memory_of_another_dtype_or_layout_is_left_alone(kernels) -> None:
         assert torch.equal(out, low)
 
 
-@needs_compiler
-def test_a_nan_spoils_no_other_block() -> None:
-    """Two blocks share bytes; with one level of scales the other one stays what it is."""
-    quantizer = Quantizer(two_level=False)
-    x = torch.randn(4, 32, generator=seeded(3))
-    x[1, 5] = torch.nan
-    with use_kernels("compiled"):
-        values = unpack(pack(x, quantizer), quantizer, shape=(4, 32))
-    assert values[1, :16].isnan().all()
-    others = torch.cat([values[1, 16:], values[[0, 2, 3]].flatten()])
-    assert others.isfinite().all()
-
-
 def test_what_is_packed_by_kernels() -> None:
     tile = Quantizer().tile
     assert packs((5, 33), tile, -1)
     assert packs((5, 32), tile, 0)
     assert not packs((5, 33), tile, 0)  # the reference does not pad columns
     assert packs((5, 33), Quantizer(tile="square").tile, 0)
-
-
-@needs_compiler
-def test_what_kernels_packed_the_reference_unpacks() -> None:
-    """And the other way round: a setting may change between a layer's forward and backward pass."""
-    x, low = torch.randn(256, 256, generator=seeded(0)), low_rank((256, 256))
-    quantizer = Quantizer()
-    with use_kernels("reference"):
-        wanted = fake_quantize(x, quantizer, minus=low, plus=low)[0]
-
-    for first, then in (("compiled", "reference"), ("reference", "compiled")):
-        with use_kernels(first):
-            packed = pack(x, quantizer, minus=low)
-        with use_kernels(then):
-            found = unpack(packed, quantizer, shape=(256, 256), plus=low)
-        assert_same_bits(found, wanted)

@@ -24,7 +24,7 @@ from metis_hf.numerics.kernels.layout import has_form
 from metis_hf.numerics.scaling import OuterScale
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
-from numerics.kernels.kernel_tools import ALL, TENSORS, low_rank, tensors
+from numerics.kernels.kernel_tools import ALL, TENSORS, low_rank, tensors, variants
 from numerics.kernels.kernel_tools import check as check_packed
 
 # With it every tensor meets every choice in every dtype and with every split, for minutes; without,
@@ -50,11 +50,6 @@ class Choice(NamedTuple):
     dtype: torch.dtype  # of the tensor
     out: torch.dtype
     split: str
-
-
-def variants(quantizers: Sequence[Quantizer]) -> list[tuple[Quantizer, int]]:
-    """With rows along both dimensions."""
-    return [(q, dim) for q in quantizers for dim in ((-1, 0) if q.tile is ROW else (-1,))]
 
 
 def splits(x: Tensor, split: str) -> dict[str, Tensor | None]:
