@@ -173,11 +173,7 @@ def first_sequences(
 ) -> Tensor:
     """Return the first sequences of a file, token ids [n length] with 1 <= n <= count.
 
-    Args:
-        path: as in `read_tokens`.
-        tokenizer: of the model.
-        length: tokens per sequence.
-        count: most sequences; the file is tokenized only as far as needed.
+    The file is tokenized only as far as needed.
 
     Raises:
         FileNotFoundError: no such file.
@@ -193,13 +189,7 @@ def first_sequences(
 
 
 def check_vocabulary(rows: Tensor, vocabulary: int, model: str | Path) -> None:
-    """Raise ValueError if token ids exceed the vocabulary of a model.
-
-    Args:
-        rows: token ids [n length].
-        vocabulary: size of the model's vocabulary.
-        model: path or hub name of the model and tokenizer, for the message.
-    """
+    """Raise ValueError, which names the model, if token ids [n length] exceed its vocabulary."""
     if int(rows.max()) >= vocabulary:
         raise ValueError(
             f"the tokenizer of {model} produces token {int(rows.max())}, but the model's "
@@ -211,19 +201,10 @@ def check_vocabulary(rows: Tensor, vocabulary: int, model: str | Path) -> None:
 def chunked_sequences(
     path: Path, tokenizer: PreTrainedTokenizerBase, length: int, held_out: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the training and held-out sequences of a file.
+    """Return a file's sequences to train on [n length] and held out [held_out length], token ids.
 
-    Whole documents are held out from the end of the file, enough to fill `held_out` sequences; from
-    a text, its last tokens.
-
-    Args:
-        path: as in `read_tokens`.
-        tokenizer: of the model.
-        length: tokens per sequence.
-        held_out: sequences to hold out, at least 1.
-
-    Returns:
-        (train [n length], held out [held_out length]), token ids.
+    Whole documents are held out from the end of the file, enough to fill `held_out` >= 1 sequences;
+    from a text, its last tokens.
 
     Raises:
         FileNotFoundError: no such file.

@@ -164,7 +164,7 @@ def write_shards(
         last = min(first + sequences_per_shard, sequences)
         path = directory / f"shard-{number:05}.parquet"
         if not path.exists():
-            tokens = stream.slice(first * seq_len, last * seq_len)
+            tokens = np.concatenate(list(stream.slices(first * seq_len, last * seq_len)))
             write_atomically(path, lambda file: _write_parquet(file, tokens, seq_len))  # noqa: B023
         progress(last - first)
     return sequences
@@ -179,10 +179,7 @@ class _Stream:
         self.starts = self.ends - counts
         self._held: tuple[int, np.ndarray] | None = None
 
-    def slice(self, start: int, stop: int) -> np.ndarray:
-        return np.concatenate(list(self._slices(start, stop)))
-
-    def _slices(self, start: int, stop: int) -> Iterator[np.ndarray]:
+    def slices(self, start: int, stop: int) -> Iterator[np.ndarray]:
         for i in range(int(np.searchsorted(self.ends, start, side="right")), len(self.ends)):
             offset = int(self.starts[i])
             if offset >= stop:

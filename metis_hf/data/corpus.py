@@ -11,6 +11,7 @@ import string
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,12 +86,10 @@ def stdlib_documents() -> list[Document]:
 def split_documents(documents: Iterable[Document]) -> Splits:
     """Assign every document to a split by the hash of its path.
 
-    The split of a file does not depend on the machine or on other files. Of documents that are
-    equal up to whitespace, digits and punctuation only one is kept, so that no held-out text
-    appears in `train` (codec wrappers, for example, differ only in a number).
-
-    Args:
-        documents: Any documents; their order does not matter.
+    The split of a file does not depend on the machine, on other files or on the order of the
+    documents. Of documents that are equal up to whitespace, digits and punctuation only one is
+    kept, so that no held-out text appears in `train` (codec wrappers, for example, differ only in a
+    number).
     """
     splits = Splits([], [], [])
     seen: set[bytes] = set()
@@ -190,7 +189,8 @@ def chunk(
         raise ValueError("the tokenizer has no eos_token to put between documents; set one")
     pieces: list[np.ndarray] = []
     total = 0
-    for batch in _batched(documents, _ENCODE_BATCH):
+    left = iter(documents)
+    while batch := list(islice(left, _ENCODE_BATCH)):
         encoded = tokenizer(
             [document.text for document in batch],
             add_special_tokens=False,
@@ -245,14 +245,3 @@ def _first_characters(documents: Iterable[Document], count: int) -> Iterator[str
             return
         yield document.text[:count]
         count -= len(document.text)
-
-
-def _batched(documents: Iterable[Document], size: int) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    for document in documents:
-        batch.append(document)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

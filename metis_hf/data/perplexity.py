@@ -138,11 +138,7 @@ def prefix_token(
 ) -> int:
     """Return the token to put before a text: BOS, or EOS if there is no BOS.
 
-    Args:
-        tokenizer: of the model.
-        config: of the model.
-        name: of model and tokenizer, for the message.
-        option: of the command line that chooses another tokenizer, for the message.
+    Messages name the model and tokenizer, `name`, and the `option` that chooses another.
 
     Raises:
         ValueError: the tokenizer has neither, or its ids (without added tokens) exceed the model's

@@ -140,13 +140,11 @@ def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, most: int
         return np.asarray(found.ids, dtype=np.uint16)
 
     parts: list[np.ndarray] = []
-    count = 0
     with ThreadPoolExecutor() as pool:
         for text in texts:
             whole = text.removesuffix("\n").removesuffix(END_OF_TEXT) + END_OF_TEXT
             parts += pool.map(ids, _pieces(whole))
-            count = sum(map(len, parts))
-            if count >= most:
+            if sum(map(len, parts)) >= most:
                 break
     return np.concatenate(parts)
 

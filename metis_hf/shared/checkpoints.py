@@ -123,11 +123,7 @@ _SIZES = (*_NEVER_ZERO, "intermediate_size", "n_inner", "d_ff", "num_hidden_laye
 
 
 def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
-    """Refuse impossible sizes in a model's config.
-
-    Args:
-        config: contents of config.json.
-        where: path of the config, for the message.
+    """Refuse impossible sizes in the contents of a model's config.json, whose path is `where`.
 
     Raises:
         ValueError: a size is negative, or 0 although it must be positive.
@@ -145,10 +141,7 @@ def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
 def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
     """Load a model, and refuse missing parameters, which transformers would initialize randomly.
 
-    Args:
-        cls: a class of transformers' models, or an auto class.
-        path: a directory or a name on the hub.
-        options: for `from_pretrained`.
+    `cls` is one of transformers' model or auto classes, and `path` a directory or a hub name.
 
     Raises:
         ValueError: files are missing or truncated, or parameters of the class are missing.
@@ -173,11 +166,8 @@ def refuse_links(directory: str | Path, below: str | Path | None = None) -> None
     """Refuse files of a model that are links to outside its directory.
 
     The directory may be untrusted; the target of a link would be read and copied to derived models.
-    Links to the hub cache are allowed: cached models consist of them.
-
-    Args:
-        directory: with the files.
-        below: a parent of `directory` to which links must stay inside; default: `directory`.
+    Links to the hub cache are allowed: cached models consist of them. So are links inside `below`,
+    a parent of the directory (None: the directory itself).
 
     Raises:
         ValueError: there is such a link; the message names it.

@@ -74,10 +74,8 @@ def _refusal(path: Path, lock: Path, option: str, what: Path | None) -> str:
         elsewhere = holder["host"] != socket.gethostname()
     except (OSError, ValueError, KeyError, TypeError):  # the holder has not written the file yet
         who, elsewhere = "another process", False
-    if what is None and path.name == LOCK_FILE:
-        what = path.parent
-    elif what is None:
-        what = path.with_name(path.name[1 : -len(LOCK_FILE)])
+    # .NAME.lock locks NAME; .lock, without a name, locks its directory.
+    what = what or path.parent / path.name[1 : -len(LOCK_FILE)]
     message = (
         f"{what} is in use by {who}. Wait for that process, stop it, or choose another {option}"
     )

@@ -57,10 +57,7 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def reading(what: str | Path) -> Iterator[None]:
-    """Convert errors that are not `MENDABLE` to ValueError; for reading models and records.
-
-    Args:
-        what: a path or hub name, for the message.
+    """Convert errors that are not `MENDABLE` to a ValueError that names `what`, a path or hub name.
 
     Raises:
         ValueError: the block raised an error that is not `MENDABLE`, other than out of memory.

@@ -23,10 +23,7 @@ _OPTIONS.log_errors = False
 def name_pattern(text: str, before: str = "", after: str = "") -> Any:
     """Return the compiled regular expression before + text + after, with match and fullmatch.
 
-    Args:
-        text: the pattern.
-        before: trusted pattern to prepend.
-        after: trusted pattern to append.
+    Only `text` is checked: `before` and `after` are trusted.
 
     Raises:
         ValueError: `text` is not a regular expression, has more than `MAX_LENGTH` characters, or is

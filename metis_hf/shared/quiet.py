@@ -27,9 +27,9 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def no_warnings() -> Iterator[None]:
-    """Silence this package's warnings in a block that does a trial run."""
-    logger = python_logging.getLogger("metis_hf")
+def no_warnings(package: str = "metis_hf") -> Iterator[None]:
+    """Let a package log only errors in the block, such as a trial run."""
+    logger = python_logging.getLogger(package)
     level = logger.level
     logger.setLevel(python_logging.ERROR)
     try:

@@ -87,8 +87,7 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def bf16_units(device: torch.device | None = None) -> bool:
     """Return whether a device multiplies bf16 natively; otherwise bf16 is slower than fp32.
 
-    Args:
-        device: None: the machine's accelerator, or its CPU.
+    None: as in `device_name`.
     """
     kind = (device or device_of(None)).type
     if kind == "cuda":
@@ -100,11 +99,7 @@ def bf16_units(device: torch.device | None = None) -> bool:
 
 
 def device_name(device: torch.device | None = None) -> str:
-    """Return the name of a device.
-
-    Args:
-        device: None: the machine's accelerator, or its CPU.
-    """
+    """Return the name of a device; None: the machine's accelerator, or its CPU."""
     device = device or device_of(None)
     if device.type == "cpu":
         units = "with" if bf16_units(device) else "without"
@@ -125,11 +120,7 @@ def package_versions() -> dict[str, str]:
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Return versions, device and commit.
-
-    Args:
-        device: None: the machine's accelerator, or its CPU.
-    """
+    """Return versions, device (see `device_name`) and commit."""
     return {
         "versions": package_versions(),
         "python": platform.python_version(),

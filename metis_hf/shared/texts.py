@@ -19,11 +19,7 @@ def bounded(path: Path, most: int) -> Path:
 
 
 def utf8_text(path: Path, encoding: str = "utf-8") -> str:
-    """Return the text of a file.
-
-    Args:
-        path: of the file.
-        encoding: "utf-8-sig" drops a byte order mark.
+    """Return the text of a file; the encoding "utf-8-sig" drops a byte order mark.
 
     Raises:
         ValueError: the file is not UTF-8, such as a compressed file; the message names it.

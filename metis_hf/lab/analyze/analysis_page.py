@@ -40,11 +40,8 @@ Draw = Callable[[str, Callable[[Any, str], bytes], Any, str], bytes]  # name, ma
 class PageWriter:
     """Writes figures/*.png and *.json, layers.csv and index.html; `write` may be called repeatedly.
 
-    A figure is redrawn only if its data or the drawing code has changed.
-
-    Args:
-        store: the output directory's store.
-        drawn: called after each figure.
+    A figure is redrawn only if its data or the drawing code has changed; `drawn` is called after
+    each one.
     """
 
     def __init__(self, store: Store, drawn: Callable[[], None]) -> None:
@@ -243,10 +240,10 @@ def _table(page: Page, result: Analysis) -> None:
         for kind, line in result.lines[name].items():
             head = [Cell(name), number(risk, ".0%", shade=risk), Cell(kind)]
             if "note" in line:
-                flagged = [Cell(line["note"], math.nan, 1.0), *[Cell("")] * (len(HEADER) - 4)]
-                rows.append([*head, *flagged])
-                continue
-            rows.append([*head, *_cells(line)])
+                cells = [Cell(line["note"], math.nan, 1.0), *[Cell("")] * (len(HEADER) - 4)]
+            else:
+                cells = _cells(line)
+            rows.append([*head, *cells])
     page.table(HEADER, rows)
 
 

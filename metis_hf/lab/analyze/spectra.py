@@ -104,16 +104,13 @@ class LastSpectrum:
 
 
 def elbow(values: Tensor | np.ndarray) -> int | None:
-    """Return the elbow k*: the index of greatest curvature of a descending spectrum.
+    """Return the elbow k*: the index of greatest curvature of a descending spectrum [r].
 
     The curve is (i / (r - 1), (s_i - s_last) / (s_0 - s_last)), both axes from 0 to 1, as a polygon
     sampled evenly in arc length and smoothed by a Gaussian of 1 % of its length, or of 10
     components if that is more. k* is the index nearest the point of greatest curvature, among the
     points where the curve gets flatter; k* components lie left of it. arXiv 2509.00404 ("index of
     maximum curvature") specifies neither axes nor smoothing; both are our choice.
-
-    Args:
-        values: [r] descending.
 
     Returns:
         1 <= k* < r; None without a bend: fewer than 4 values, a straight line, all equal.

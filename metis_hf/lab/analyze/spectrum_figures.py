@@ -30,16 +30,18 @@ Data = Mapping[str, Any]
 SCHEME_COLORS = {scheme: STYLES[scheme].color for scheme in SCHEMES}
 GREY = "#b8bcc2"
 _PANEL = 3.2  # inches: three panels in a row are as wide as other figures
+_RELATIVE = r"$\sigma_i\ /\ \sigma_1$"
 _RAMP = ("#0b3954", "#0072B2", "#56B4E9", "#E69F00")  # leading to trailing component
 
 
-def _panels(data: Data, part: str, height: float = 3.3, rows: int = 1):
-    """Return (figure, axes [rows n], the n kinds that have `part`)."""
+def _panels(data: Data, part: str, label: str, height: float, rows: int = 1):
+    """Return (figure, axes [rows n], the n kinds that have `part`); `label` is of the top left."""
     kinds = [kind for kind in KINDS if part in data.get(kind, {})]
     figure, axes = figure_axes(rows, max(len(kinds), 1), (_PANEL * max(len(kinds), 1), height))
     tidy(*axes.flat)
     for axis, kind in zip(axes[0], kinds):
         axis.set_title(f"{kind}  {data[kind]['shape'][0]} x {data[kind]['shape'][1]}")
+    axes[0, 0].set_ylabel(label)
     return figure, axes, kinds
 
 
@@ -72,7 +74,7 @@ def _spectrum_axes(axis: Any, curves: Sequence[Data]) -> None:
 
 def spectra(data: Data, title: str) -> bytes:
     """Draw singular spectra with elbows, and the spectra of noise of the same norm."""
-    figure, axes, kinds = _panels(data, "spectrum", 3.7)
+    figure, axes, kinds = _panels(data, "spectrum", _RELATIVE, 3.7)
     for axis, kind in zip(axes[0], kinds):
         curve = data[kind]["spectrum"]
         _spectrum_axes(axis, [curve])
@@ -88,21 +90,19 @@ def spectra(data: Data, title: str) -> bytes:
                       f"with {curve['energy']:.0%} of the energy",
                       transform=axis.transAxes, va="bottom",
                       bbox={"fc": "white", "ec": "none", "alpha": 0.8})  # fmt: skip
-    axes[0, 0].set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     shared_legend(figure, axes[0, :1])
     return as_png(figure, title)
 
 
 def components(data: Data, title: str) -> bytes:
     """Draw histograms of rank-1 components over the full matrix's histogram."""
-    figure, axes, kinds = _panels(data, "components", 3.4)
+    figure, axes, kinds = _panels(data, "components", "density", 3.4)
     for axis, kind in zip(axes[0], kinds):
         part = data[kind]["components"]
         _fill(axis, part["edges"], part["full"], GREY, "full matrix")
         for color, (index, component) in zip(_RAMP, part["components"].items()):
             _step(axis, component["edges"], component["density"], color, f"component i = {index}")
         _log_density(axis, part["edges"], part["full"])
-    axes[0, 0].set_ylabel("density")
     shared_legend(figure, axes[0])
     return as_png(figure, title)
 
@@ -130,7 +130,7 @@ def _log_density(
 
 def residuals(data: Data, title: str) -> bytes:
     """Draw left singular vectors (above) and the residual without 3 % of the components (below)."""
-    figure, axes, kinds = _panels(data, "residual", 6.2, rows=2)
+    figure, axes, kinds = _panels(data, "residual", "density", 6.2, rows=2)
     for column, kind in enumerate(kinds):
         part = data[kind]["residual"]
         top, bottom = axes[0, column], axes[1, column]
@@ -148,7 +148,6 @@ def residuals(data: Data, title: str) -> bytes:
                     f"without the top {part['removed']}:\n{narrowing['max']:.1f}x narrower (max),\n"
                     f"{narrowing['q999']:.1f}x (99.9 %)", transform=bottom.transAxes, va="top",
                     )  # fmt: skip
-    axes[0, 0].set_ylabel("density")
     axes[1, 0].set_ylabel("density")
     shared_legend(figure, axes[1, :1])
     return as_png(figure, title)
@@ -156,7 +155,7 @@ def residuals(data: Data, title: str) -> bytes:
 
 def preprocessing(data: Data, title: str) -> bytes:
     """Draw histograms of the elements, of the Hadamard-rotated ones, and of Metis's residual."""
-    figure, axes, kinds = _panels(data, "preprocessing", 3.4)
+    figure, axes, kinds = _panels(data, "preprocessing", "density", 3.4)
     colors = {"original": GREY, "Hadamard": SCHEME_COLORS["nvidia"],
               "Metis residual": SCHEME_COLORS["metis"]}  # fmt: skip
     for axis, kind in zip(axes[0], kinds):
@@ -169,14 +168,13 @@ def preprocessing(data: Data, title: str) -> bytes:
         lines = [f"{name}: {wide[name]['max'] / wide['original']['max']:.2f}" for name in colors]
         axis.text(0.03, 0.97, "largest element\n" + "\n".join(lines), transform=axis.transAxes,
                   va="top")  # fmt: skip
-    axes[0, 0].set_ylabel("density")
     shared_legend(figure, axes[0, :1])
     return as_png(figure, title)
 
 
 def distortion(data: Data, title: str) -> bytes:
     """Draw magnitudes before and after quantization, and singular value and direction errors."""
-    figure, axes, kinds = _panels(data, "distortion", 9.4, rows=3)
+    figure, axes, kinds = _panels(data, "distortion", "density", 9.4, rows=3)
     for column, kind in enumerate(kinds):
         part = data[kind]["magnitudes"]
         _magnitudes(axes[0, column], part)
@@ -197,7 +195,6 @@ def distortion(data: Data, title: str) -> bytes:
             axis.set_xlabel("index of the singular component")
             if column == 0:
                 axis.set_ylabel(label)
-    axes[0, 0].set_ylabel("density")
     shared_legend(figure, axes[:2, 0], columns=5)
     return as_png(figure, title)
 
@@ -232,7 +229,7 @@ def binned(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
 
 def alignment(data: Data, title: str) -> bytes:
     """Draw the alignment of sampled subspaces with the whole batch's, against the sample ratio."""
-    figure, axes, kinds = _panels(data, "alignment", 3.6)
+    figure, axes, kinds = _panels(data, "alignment", "mean squared\ncanonical correlation", 3.6)
     for axis, kind in zip(axes[0], kinds):
         part = data[kind]["alignment"]
         for unit, color in (("row", COLORS[0]), ("sequence", COLORS[1])):
@@ -248,7 +245,6 @@ def alignment(data: Data, title: str) -> bytes:
         axis.set_ylim(0, 1.03)
         axis.set_xlabel("sample ratio")
         axis.legend(loc="lower right", title=f"{part['rank']} directions")
-    axes[0, 0].set_ylabel("mean squared\ncanonical correlation")
     return as_png(figure, title)
 
 
@@ -261,7 +257,7 @@ def universality(models: Data, title: str) -> bytes:
     for color, (model, curve) in zip([*COLORS, *(["black"] * len(models))], models.items()):
         share = "no elbow" if curve["elbow"] is None else f"f = {curve['fraction']:.1%}"
         _curve(axis, curve, color, f"{names[model]}, {curve['layer']}: {share}")
-    axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
+    axis.set_ylabel(_RELATIVE)
     shared_legend(figure, [axis], columns=1)
     return as_png(figure, title)
 
@@ -281,7 +277,7 @@ def all_spectra(lines: Data, title: str) -> bytes:
             color = colormaps["viridis_r"](0.1 + 0.9 * place / max(len(curves) - 1, 1))
             _curve(axis, curve, color, "", lw=0.9)
         axis.set_title(f"{kind}: {len(curves)} layers")
-    axes[0, 0].set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
+    axes[0, 0].set_ylabel(_RELATIVE)
     return as_png(figure, title)
 
 
@@ -299,7 +295,7 @@ def residual_spectra(layers: Data, title: str) -> bytes:
             color = colors.get(label.split(": ")[1], "#7a7f87")
             _curve(axis, curve, color, label)
         axis.set_title(layer)
-        axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
+        axis.set_ylabel(_RELATIVE)
     shared_legend(figure, axes.flat[: len(layers)], columns=4)
     return as_png(figure, title)
 

@@ -95,17 +95,10 @@ def run_eval(
     published: str | None = None,
     console: Console,
 ) -> Comparison:
-    """Evaluate, then print and write the table.
+    """Evaluate, print the table, and write result files and the table in some of `FORMATS`.
 
-    Args:
-        paths: checkpoints, runs, or hub names.
-        options: options of the evaluation.
-        out: directory for result files and tables.
-        formats_wanted: some of `FORMATS`; result files are always written.
-        metrics: see `parse_metrics`.
-        control: see `choose_models`.
-        published: the paper's model whose rows are added.
-        console: where the table is printed.
+    See `choose_models` for `paths` and `control`, `parse_metrics` for `metrics`. `published` is the
+    paper's model whose rows are added.
 
     Raises:
         FileNotFoundError, ValueError: something cannot be evaluated as asked.

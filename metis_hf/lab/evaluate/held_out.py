@@ -103,12 +103,7 @@ def held_out_loss(
 
     lm-eval reports bits per byte. The total over all bytes, divided by the number of tokens that
     were scored, is the loss that training reports; one prefix token precedes each document.
-
-    Args:
-        result: The result of the task.
-        task: A `loglikelihood_rolling` task whose target is the document itself.
-        tokenizer: The tokenizer of the evaluation.
-        documents: The task's documents in order.
+    `documents` are the task's, in order; each is its own target.
 
     Raises:
         ValueError: If the task has no bits_per_byte or fewer documents are given than were scored.

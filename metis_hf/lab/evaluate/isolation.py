@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from metis_hf.shared.quiet import quiet_datasets
+from metis_hf.shared.quiet import no_warnings, quiet_datasets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,19 +61,14 @@ def quiet_harness(progress: bool) -> Iterator[None]:
         hide = not progress or not kwargs.get("desc") or kwargs.get("disable", False)
         original(self, *args, **{**kwargs, "disable": hide, "leave": False})
 
-    harness = logging.getLogger("lm_eval")
-    level = harness.level
-    harness.setLevel(logging.ERROR)
-    try:
-        with (
-            quiet_datasets(),
-            contextlib.redirect_stdout(io.StringIO()),
-            # Outside a repository git prints an error, and the hash is not used here.
-            mock.patch.object(evaluator, "get_git_commit_hash", return_value=""),
-            # This lists all packages, which takes seconds for each evaluation.
-            mock.patch.object(collect_env, "get_pretty_env_info", return_value=""),
-            mock.patch.object(std.tqdm, "__init__", quieter),
-        ):
-            yield
-    finally:
-        harness.setLevel(level)
+    with (
+        no_warnings("lm_eval"),
+        quiet_datasets(),
+        contextlib.redirect_stdout(io.StringIO()),
+        # Outside a repository git prints an error, and the hash is not used here.
+        mock.patch.object(evaluator, "get_git_commit_hash", return_value=""),
+        # This lists all packages, which takes seconds for each evaluation.
+        mock.patch.object(collect_env, "get_pretty_env_info", return_value=""),
+        mock.patch.object(std.tqdm, "__init__", quieter),
+    ):
+        yield

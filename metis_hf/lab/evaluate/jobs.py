@@ -54,10 +54,8 @@ class Job:
     def step(self, task: PlannedTask, **chosen: Any) -> Step:
         """Return one task of the row.
 
-        Args:
-            task: the task, with its data.
-            chosen: dtype of the weights, type of device, batch_size (a tensor scale spans the
-                batch) and limit (of the task's documents; None for all).
+        `chosen` are dtype of the weights, type of device, batch_size (a tensor scale spans the
+        batch) and limit (of the task's documents; None for all).
         """
         one = self.checkpoint
         settings = {

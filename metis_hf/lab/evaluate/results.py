@@ -29,13 +29,10 @@ def metrics_of(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 def headline(
     results: Mapping[str, Mapping[str, Any]], task: str, metric: str | None = None
 ) -> tuple[str, float, float]:
-    """Return (name, value, standard error) of the metric that a table shows for a task.
+    """Return (name, value, standard error) of a task's metric in lm-eval's `results`.
 
-    Args:
-        results: lm-eval's `results`.
-        task: the name of the task.
-        metric: the metric to take; None takes `HEADLINE_METRICS`, else acc, else bits_per_byte,
-            else the first.
+    None takes the metric that a table shows: `HEADLINE_METRICS`, else acc, else bits_per_byte, else
+    the first.
 
     Raises:
         ValueError: the task was not evaluated, has no metrics, or not this metric.

@@ -159,9 +159,7 @@ class PlannedTask:
 def plan_tasks(names: Sequence[str], directory: Path | None) -> list[PlannedTask]:
     """Return the tasks of an evaluation, with their local data read and checked.
 
-    Args:
-        names: names of the tasks.
-        directory: holds `<task>.jsonl` or `<task>.yaml` of each; None lets lm-eval fetch the data.
+    The directory holds `<task>.jsonl` or `<task>.yaml` of each; None lets lm-eval fetch the data.
 
     Raises:
         FileNotFoundError: the file of a task is missing; the message says what it must hold.

@@ -80,11 +80,8 @@ def layer_errors(
 ) -> dict[str, dict[str, float]]:
     """Measure every layer in its scheme on the exact model's inputs and output gradients.
 
-    Args:
-        model: a model with converted layers.
-        layers: name -> converted layer.
-        weights: name -> the parameter whose gradient is compared.
-        rows: token ids [b length], one batch.
+    `weights` are the layers' parameters whose gradients are compared; `rows` are the token ids
+    [b length] of one batch.
 
     Returns:
         layer -> "input", "weight", "grad_output": SQNR in decibels; "y", "dx", "dw": relative

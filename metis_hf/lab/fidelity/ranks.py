@@ -97,12 +97,8 @@ def write_ranks(
         highlight=False,
     )
     write_json(out, plan.config.to_dict())
-    console.print(
-        f"wrote {out}; load it with MetisConfig.from_json",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    written = f"wrote {out}; load it with MetisConfig.from_json"
+    console.print(written, soft_wrap=True, highlight=False, markup=False)
     return plan
 
 
