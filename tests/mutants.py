@@ -286,7 +286,7 @@ MUTANTS = [
     _m("mxfp4-gradients", "schemes/mxfp4.py", 'rounding="stochastic", scale_rounding="up"',
        'rounding="nearest", scale_rounding="up"', "MXFP4 gradients are biased", SCHEMES),
     _m("metis-rows", "schemes/metis.py", "replace(split, sample_frac=1.0)", "split",
-       "a weight's subspace is found from a few rows", SCHEMES),
+       "a weight's subspace is found from a few rows", ("schemes/test_metis.py",)),
     _m("metis-correction", "schemes/metis.py", '"gradient": Role.DGRAD_WEIGHT',
        '"gradient": Role.DGRAD_GRAD_OUTPUT', "another operand of dgrad is corrected",
        SCHEMES, CORRECTIONS),

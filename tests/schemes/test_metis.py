@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from numerics.helpers import gaussian
 
 from metis_hf import MetisConfig
+from metis_hf.noise import Key
 from metis_hf.schemes import Role, build_scheme
+from metis_hf.transforms.spectral import find_basis
 
 INPUT, GRADIENT = Role.FPROP_INPUT, Role.DGRAD_GRAD_OUTPUT
 
@@ -74,6 +78,15 @@ def test_a_weight_that_is_named_and_kept_whole_is_refused():
     with pytest.raises(ValueError, match="split_weight=False keeps weights whole"):
         build_scheme(config, 64, 64)
     assert not build_scheme(config.replace(decompose=None), 64, 64).weight.is_split
+
+
+def test_weights_are_split_by_all_rows_and_inputs_by_sums_of_them():
+    scheme = build_scheme(MetisConfig(decompose=("activation", "weight"), rank=4), 32, 1024)
+    x, key = gaussian(1024, 32), Key(1)
+    of_all_rows = find_basis(x, 4, key=key)
+    for role in (Role.FPROP_WEIGHT, INPUT):
+        basis = scheme.operand(role).conditioner.split(x, key=key)[2]
+        assert torch.equal(basis, of_all_rows) == (role is not INPUT)
 
 
 def test_what_stands_beside_stored_factors_is_corrected():
