@@ -13,11 +13,8 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
     Models list modules that stay in fp32 (`_keep_in_fp32_modules` under fp16, and
     `_keep_in_fp32_modules_strict` under bf16 too), such as the routing biases of DeepSeek V3.
-    Buffers that are not saved keep their dtype, because loading recomputes them.
-
-    Args:
-        model: plain, in fp32.
-        dtype: floating point.
+    Buffers that are not saved keep their dtype, because loading recomputes them. The model is plain
+    and in fp32.
     """
     names: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):

@@ -98,9 +98,7 @@ class CompressedMatrix:
 def layer_state(weight: CompressedMatrix, input_scale: Tensor | None) -> dict[str, Tensor]:
     """Return the tensors of a layer by their layout names.
 
-    Args:
-        weight: the packed weight.
-        input_scale: encode scale of the input, fp32 [1]; None if the input is not quantized.
+    `input_scale` is the encode scale of the input, fp32 [1]; None if the input is not quantized.
     """
     return weight.state() | ({} if input_scale is None else {"input_global_scale": input_scale})
 
@@ -138,11 +136,8 @@ def static_scales(layer: MetisLayer) -> StaticScales | None:
 def compress(layer: MetisLayer, weight: Tensor, amax: Tensor | None = None) -> CompressedMatrix:
     """Pack a layer's represented weight [o i] the way its forward pass quantizes it.
 
-    Args:
-        layer: converted.
-        weight: the weight that the layer represents.
-        amax: 0-dim, the magnitude the tensor scale is computed from; None: the weight's largest.
-            Ignored if the layer has a calibrated scale.
+    The tensor scale is computed from the layer's calibrated magnitude, else from `amax` (0-dim),
+    else from the weight's largest.
     """
     quantizer = weight_quantizer(layer)
     assert quantizer is not None
@@ -166,9 +161,7 @@ def _dynamic_split(layer: MetisLayer) -> Spectral | None:
 def unsupported(layer: MetisLayer, expert: bool = False) -> str | None:
     """Return why the layout cannot hold a layer, or None if it can.
 
-    Args:
-        layer: converted.
-        expert: the layer is one of fused experts; their weights may be stored transposed.
+    Weights of fused experts (`expert`) may be stored transposed.
     """
     quantizer = weight_quantizer(layer)
     if quantizer is None:

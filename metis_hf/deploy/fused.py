@@ -79,14 +79,7 @@ def share_others(
 
     Fused layers may use schemes with different scale rules, or only some may have calibrated
     scales; one amax then gives several tensor scales. The group's smallest encode scale covers all
-    its weights.
-
-    Args:
-        model: still converted.
-        packed: the matrices to write, by layer.
-
-    Returns:
-        The repacked matrices by layer; layers that keep their scale are left out.
+    its weights. Return the repacked matrices by layer; layers that keep their scale are left out.
     """
     layers, found = dict(metis_layers(model)), {}
     for group in _apart(packed):
@@ -144,10 +137,7 @@ def mixed_notes(
 ) -> tuple[str, ...]:
     """Return a note for the report if fused layers are quantized in different ways.
 
-    Args:
-        model: still converted.
-        packed: names of the packed layers.
-        inputs: names of the layers whose inputs are quantized.
+    `packed` names the packed layers, and `inputs` the layers whose inputs are quantized.
     """
     layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear | MetisLayer)}
     for group in deployed_groups(sorted(layers)).values():

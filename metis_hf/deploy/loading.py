@@ -17,13 +17,7 @@ from metis_hf.layers.experts import has_fused_experts
 
 
 def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
-    """Return the Python code that loads an export as the class of `model`.
-
-    Args:
-        model: converted.
-        kind: as in `model_card`.
-        name: the directory.
-    """
+    """Return the Python code that loads the export in directory `name`, as the class of `model`."""
     shown = json.dumps(name, ensure_ascii=False)
     if kind == "side-file":
         first = "from metis_hf.deploy import load_low_rank"
@@ -45,11 +39,7 @@ def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
 def serve_line(model: PreTrainedModel, kind: str, name: str, notes: Iterable[str]) -> str:
     """Return the command that serves a packed export, or "" if vLLM does not run it correctly.
 
-    Args:
-        model: the exported model.
-        kind: as in `model_card`.
-        name: the directory.
-        notes: the notes of the export's report.
+    `notes` are the notes of the export's report, and `name` is its directory.
     """
     packed = kind in ("compressed-tensors", "w4a4", "modelopt") and model.can_generate()
     wrong = any(note in NOT_SERVED or note.endswith(MIXED_END) for note in notes)
@@ -60,9 +50,6 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     """Return why transformers must decompress a packed export while loading it, or None.
 
     None also for models with fused experts: transformers cannot read their exports at all.
-
-    Args:
-        model: converted.
     """
     if has_fused_experts(model):
         return None

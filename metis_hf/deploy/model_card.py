@@ -131,13 +131,9 @@ def model_card(
 
 
 def add_to_card(card: ModelCard, serving: str, report: str, *, inputs: bool) -> None:
-    """Add the serving command and the report to the card of an export.
+    """Add the serving command and the report, in markdown, to the card of an export.
 
-    Args:
-        card: result of `model_card`.
-        serving: command that serves the export; "" if vLLM cannot.
-        report: the report's section in markdown.
-        inputs: whether inputs are quantized too.
+    The command is "" if vLLM cannot serve it; `inputs` says whether inputs are quantized too.
     """
     if serving:
         serve = f"## Serve\n\n```bash\n{serving}\n```\n\n{_WHERE * inputs}"
