@@ -12,7 +12,6 @@ and the table of docs/reproduce.md after each run; recorded runs are not repeate
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import subprocess
 import sys
@@ -76,12 +75,9 @@ def authors_module(checkout: Path) -> Any:
 
 def settings(split: dict[str, bool]) -> types.SimpleNamespace:
     """Return the arguments of the authors' scripts for the 130M model, with splits disabled."""
-    rounding = {"input": "nearest", "weight": "nearest"}
-    formats = {
-        f"q_{way}_{name}": rounding[name] for way in ("forward", "backward") for name in rounding
-    }
+    operands = [f"{way}_{name}" for way in ("forward", "backward") for name in ("input", "weight")]
     return types.SimpleNamespace(
-        **formats,
+        **{f"q_{operand}": "nearest" for operand in operands},
         q_backward_outputgrad="stochastic",
         device=torch.device("cpu"),
         enable_lowbit=True,
@@ -127,7 +123,11 @@ def run(layer: Any, split: dict[str, bool], spec: dict[str, Any]) -> dict[str, A
         spec["data"], spec["validation"], experiment, spec["eval_sequences"]
     )
     layer.LinearLowbitFunction.state.clear()
-    initial = functools.partial(_initial, training.initial_model, layer, settings(split))
+    make, args = training.initial_model, settings(split)
+
+    def initial(experiment: Experiment, device: Any) -> Any:
+        return with_authors_layers(make(experiment, device), layer, args)
+
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(training, "initial_model", initial),
@@ -141,12 +141,6 @@ def run(layer: Any, split: dict[str, bool], spec: dict[str, Any]) -> dict[str, A
         "seconds_per_step": trained.seconds_per_step,
         "curve": [entry["loss"] for entry in trained.history],
     }
-
-
-def _initial(
-    make: Any, layer: Any, args: types.SimpleNamespace, experiment: Experiment, device: Any
-) -> Any:
-    return with_authors_layers(make(experiment, device), layer, args)
 
 
 def _say(step: int, loss: float) -> None:

@@ -99,11 +99,7 @@ def published(table: str) -> list[Row]:
 
 
 def compared(record: dict[str, Any], names: dict[str, tuple[str, ...]]) -> list[Row]:
-    """Collect rows of a recorded comparison.
-
-    Args:
-        record: of `metis-hf compare`.
-        names: published method -> variants of the record.
+    """Collect rows of a record of `metis-hf compare`; names: published method -> variants.
 
     Raises:
         ValueError: the record lacks a variant.

@@ -195,12 +195,9 @@ def train(
 def validation_loss(model: nn.Module, data: torch.Tensor, batches: int = 40) -> float:
     """Return the mean loss in nats per byte, of the variant's own forward pass (eval: nearest)."""
     model.eval()
-    losses = [model(input_ids=ids, labels=ids).loss.item() for ids in _validation(data, batches)]
+    drawn = (batch_at(data, 10**6 + i) for i in range(batches))
+    losses = [model(input_ids=ids, labels=ids).loss.item() for ids in drawn]
     return sum(losses) / len(losses)
-
-
-def _validation(data: torch.Tensor, batches: int):
-    return (batch_at(data, 10**6 + i) for i in range(batches))
 
 
 def capture(model: nn.Module, ids: torch.Tensor) -> list[tuple]:

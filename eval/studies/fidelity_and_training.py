@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 
 from metis_hf.lab.compare.statistics import Interval
 from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity
-from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes
+from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes, tidy
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL
 
@@ -190,8 +190,7 @@ def draw(settings: Settings, path: Path) -> None:
     axis.set_ylim(-0.25, 1.1 * highest)
     axis.set_xlabel(f"KL in training, over that of {DIRECT}: nothing trained")
     axis.set_ylabel(f"gap after training, over that of {DIRECT}")
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
     axis.legend(loc="upper left")
     figure.savefig(path)
 

@@ -112,11 +112,9 @@ def _of_seeds(losses: dict[str, dict[int, float]], seeds: set[int]) -> dict[str,
 
 
 def worth(loss: float, control: Mapping[int, float]) -> float:
-    """Return the number of tokens at which the control reaches a loss.
+    """Return the number of tokens at which the control reaches a held-out loss, nats per token.
 
-    Args:
-        loss: held-out, nats per token.
-        control: tokens -> the control's loss, at least two entries.
+    `control` maps tokens to the control's loss, at least two entries.
 
     Raises:
         ValueError: the control's loss does not fall from one number of tokens to the next.

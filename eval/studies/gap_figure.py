@@ -6,17 +6,11 @@ import math
 from collections.abc import Mapping
 
 from metis_hf.lab.compare.statistics import Interval
-from metis_hf.lab.show.figure import scheme_styles
+from metis_hf.lab.show.figure import scheme_styles, tidy
 
 
 def plot_gaps(axis, gaps: Mapping[str, Mapping[float, Interval]], ticks: Mapping[float, str]):
-    """Draw intervals on a logarithmic axis.
-
-    Args:
-        axis: of matplotlib.
-        gaps: variant -> place on the axis -> gap; a NaN half width draws no interval.
-        ticks: place on the axis -> its label.
-    """
+    """Draw the gaps of each variant, by place on the axis; a NaN half width draws no interval."""
     styles = scheme_styles(list(gaps))
     for index, (name, points) in enumerate(gaps.items()):
         # Shift each variant, so that intervals do not hide each other.
@@ -29,5 +23,4 @@ def plot_gaps(axis, gaps: Mapping[str, Mapping[float, Interval]], ticks: Mapping
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(ticks), list(ticks.values()))
     axis.minorticks_off()
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)

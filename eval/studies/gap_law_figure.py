@@ -26,12 +26,8 @@ def draw(
 ) -> None:
     """Draw the published grid with both forms of the law, and our gaps next to the law's.
 
-    Args:
-        record: of `gap_law.study`.
-        points: mean over schemes at each size and number of tokens.
-        power: the power law: gaps at the size of a point.
-        curved: the law with curvature, likewise.
-        path: of the PNG.
+    The record is of `gap_law.study`; the points are means over schemes at each size and number of
+    tokens.
     """
     figure, ((published, ours),) = figure_axes(1, 2, (9.5, 4.8))
     tidy(published, ours)

@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from publish import RESULTS
@@ -66,11 +67,8 @@ def measure(model: PreTrainedModel, ids: Tensor, held_out: Tensor) -> dict[str, 
     """Convert a dense model, and return its record; ids and held_out are token ids [n length]."""
     get_metis_model(model, MetisConfig(scheme="w4a4")).eval()
     Searches.found = {}
-    kept, calibration.BlockSample = calibration.BlockSample, Searches  # type: ignore[misc]
-    try:
+    with mock.patch.object(calibration, "BlockSample", Searches):
         scales = calibrate(model, list(ids.split(BATCH)))
-    finally:
-        calibration.BlockSample = kept  # type: ignore[misc]
     sampled, layers, excesses, others = losses(model, held_out), dict(metis_layers(model)), [], 0
     for group in dict.fromkeys(input_groups(scales).values()):
         amax, excess = Searches.found[max(scales[name].largest for name in group)]

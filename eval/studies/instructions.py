@@ -34,9 +34,7 @@ Conversation = tuple[str, str]
 def conversations(texts: Iterable[str], seed: int = 0) -> Iterator[Conversation]:
     """Yield (request, answer) for each paragraph of three to eight sentences.
 
-    Args:
-        texts: documents, paragraphs separated by an empty line.
-        seed: of the random choices of a sentence, an order, a word.
+    An empty line separates paragraphs. Sentences, orders and words are drawn at random.
     """
     rng, kinds = random.Random(seed), cycle((_continue, _gap, _order, _restore, _find))
     for text in texts:

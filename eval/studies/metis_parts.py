@@ -57,50 +57,43 @@ class TokensTwice(Spectral):
 Change = Callable[[Scheme], Scheme]
 
 
+def with_operands(changed: Callable[[Operand], Operand], *roles: str) -> Change:
+    """Change some operands."""
+    return lambda scheme: replace(
+        scheme, **{role: changed(getattr(scheme, role)) for role in roles}
+    )
+
+
 def with_scales(rule: ScaleRule, *roles: str) -> Change:
     """Change the rule for the block scales of some operands."""
 
-    def change(scheme: Scheme) -> Scheme:
-        for role in roles:
-            operand = getattr(scheme, role)
-            scheme = replace(
-                scheme,
-                **{role: replace(operand, quantizer=replace(operand.quantizer, scale_rule=rule))},
-            )
-        return scheme
+    def changed(operand: Operand) -> Operand:
+        return replace(operand, quantizer=replace(operand.quantizer, scale_rule=rule))
 
-    return change
+    return with_operands(changed, *roles)
 
 
 def with_split(*roles: str, **fields: object) -> Change:
     """Change fields of the splits of some operands."""
 
-    def change(scheme: Scheme) -> Scheme:
-        for role in roles:
-            operand = getattr(scheme, role)
-            split = operand.conditioner
-            assert isinstance(split, Spectral)
-            changed = replace(operand, conditioner=replace(split, **fields))
-            scheme = replace(scheme, **{role: changed})
-        return scheme
+    def changed(operand: Operand) -> Operand:
+        return replace(operand, conditioner=replace(operand.conditioner, **fields))
 
-    return change
+    return with_operands(changed, *roles)
 
 
 def as_a(kind: type[Spectral], role: str) -> Change:
     """Replace an operand's split by a subclass with the same fields."""
 
-    def change(scheme: Scheme) -> Scheme:
-        operand = getattr(scheme, role)
-        split = kind(**vars(operand.conditioner))
-        return replace(scheme, **{role: replace(operand, conditioner=split)})
+    def changed(operand: Operand) -> Operand:
+        return replace(operand, conditioner=kind(**vars(operand.conditioner)))
 
-    return change
+    return with_operands(changed, role)
 
 
 def without_split(role: str) -> Change:
     """Quantize an operand without a split."""
-    return lambda scheme: replace(scheme, **{role: Operand(getattr(scheme, role).quantizer)})
+    return with_operands(lambda operand: Operand(operand.quantizer), role)
 
 
 def without_corrections(*roles: Role) -> Change:

@@ -295,27 +295,21 @@ def _into_pages(marker: str, results: Path, file: str = "table.md") -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
-    compare = kinds.add_parser("compare")
-    compare.add_argument("--run", type=Path, help="output directory of metis-hf compare")
-    compare.add_argument(
-        "--name", required=True, help="name of the record and of the directory below eval/results"
-    )
-    compare.add_argument("--add", action="store_true", help="add the runs to the existing record")
-    fidelity = kinds.add_parser("fidelity")
-    fidelity.add_argument("--run", type=Path, help="output directory of metis-hf fidelity")
-    fidelity.add_argument("--name", required=True, help="name of the directory below eval/results")
-    finetune = kinds.add_parser("finetune")
-    finetune.add_argument(
-        "--run", type=Path, nargs="+", help="output_dir of recipes/finetune_nvfp4.py, one per seed"
-    )
-    finetune.add_argument("--name", required=True, help="name of the directory below eval/results")
-    evaluation = kinds.add_parser("eval")
-    evaluation.add_argument(
-        "--run", type=Path, required=True, help="output directory of metis-hf eval"
-    )
-    evaluation.add_argument(
-        "--name", required=True, help="name of the directory below eval/results"
-    )
+    sources: dict[str, tuple[str, dict[str, Any]]] = {
+        "compare": ("output directory of metis-hf compare", {}),
+        "fidelity": ("output directory of metis-hf fidelity", {}),
+        "finetune": ("output_dir of recipes/finetune_nvfp4.py, one per seed", {"nargs": "+"}),
+        "eval": ("output directory of metis-hf eval", {"required": True}),
+    }
+    for kind, (source, options) in sources.items():
+        of_kind = kinds.add_parser(kind)
+        of_kind.add_argument("--run", type=Path, help=source, **options)
+        what = "record and of the directory" if kind == "compare" else "directory"
+        of_kind.add_argument("--name", required=True, help=f"name of the {what} below eval/results")
+        if kind == "compare":
+            of_kind.add_argument(
+                "--add", action="store_true", help="add the runs to the existing record"
+            )
     args = parser.parse_args()
     if args.kind == "compare" and args.add:
         if args.run is None:

@@ -83,15 +83,10 @@ def least_squares(design: Array, y: Array) -> Fit:
 
 
 def clustered(design: Array, y: Array, clusters: Sequence[Hashable]) -> Fit:
-    """Fit as `least_squares`, but allow correlated errors within a cluster.
+    """Fit as `least_squares`, but allow correlated errors of the rows of a cluster [n].
 
     The covariance is the cluster-robust sandwich estimator, corrected for the number of clusters.
     Intervals have one degree of freedom less than there are clusters.
-
-    Args:
-        design: [n, k].
-        y: [n].
-        clusters: [n], the cluster of each row.
     """
     found = least_squares(design, y)
     scores = design * (y - design @ found.coefficients)[:, None]

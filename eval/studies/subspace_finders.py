@@ -152,14 +152,11 @@ def rounding_errors(path: str, text: str) -> dict[str, dict[str, float]]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     inputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple[Tensor]) -> None:
-            inputs[name] = args[0].flatten(0, 1)
-
-        return hook
+    def keep(name: str, module: torch.nn.Module, args: tuple[Tensor]) -> None:
+        inputs[name] = args[0].flatten(0, 1)
 
     for name in LAYERS:
-        model.get_submodule(name).register_forward_pre_hook(keep(name))
+        model.get_submodule(name).register_forward_pre_hook(partial(keep, name))
     with torch.no_grad():
         model(input_ids=torch.cat(batches(path, text, 2)))
     found = {}

@@ -22,7 +22,7 @@ from publish import RESULTS
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from metis_hf.lab.compare.statistics import Interval, t_interval
+from metis_hf.lab.compare.statistics import t_interval
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.numerics import NVFP4, Quantizer
 from metis_hf.numerics.scaling import ScaleRule
@@ -56,11 +56,9 @@ def best_clipped(weight: Tensor, quantizer: Quantizer) -> Tensor:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, ids: Tensor) -> list[dict[str, str | float]]:
-    """Return a row for each of `WAYS`, and restore the model's weights.
+    """Return a row for each of `WAYS`, measured on tokens [n length]; restore the weights.
 
-    Args:
-        model: dense; all linear layers except the output head are quantized.
-        ids: tokens [n length].
+    All linear layers of the dense model except the output head are quantized.
     """
     head = model.get_output_embeddings()
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
@@ -76,7 +74,8 @@ def measure(model: PreTrainedModel, ids: Tensor) -> list[dict[str, str | float]]
         rise = t_interval(
             [100 * (now - was) / mean for now, was in zip(losses(model, ids), before)]
         )
-        rows.append({"scales": name, "sqnr_db": 10 * math.log10(signal / noise), **_parts(rise)})
+        found = {"scales": name, "sqnr_db": 10 * math.log10(signal / noise)}
+        rows.append(found | {"rise_percent": rise.mean, "rise_interval": rise.half_width})
     for layer, weight in zip(layers, exact):
         layer.weight.copy_(weight)
     return rows
@@ -86,10 +85,6 @@ def measure(model: PreTrainedModel, ids: Tensor) -> list[dict[str, str | float]]
 def losses(model: PreTrainedModel, ids: Tensor) -> list[float]:
     """Return the loss of each batch, nats per token."""
     return [model(input_ids=rows, labels=rows).loss.item() for rows in ids.split(BATCH)]
-
-
-def _parts(rise: Interval) -> dict[str, float]:
-    return {"rise_percent": rise.mean, "rise_interval": rise.half_width}
 
 
 def table(rows: list[dict]) -> str:

@@ -60,13 +60,9 @@ class CompressedMatrix:
     def of(
         cls, weight: Tensor, quantizer: Quantizer, amax: Tensor | None = None
     ) -> CompressedMatrix:
-        """Pack a matrix, rounding elements to nearest; blocks run along each row.
+        """Pack a matrix [rows columns], rounding elements to nearest; blocks run along each row.
 
-        Args:
-            weight: [rows columns]
-            quantizer: format, tile and scale rule to use.
-            amax: 0-dim, the magnitude the global scale is computed from; None: the matrix's
-                largest.
+        The global scale is computed from `amax`, 0-dim (None: the matrix's largest magnitude).
         """
         packed = PackedWeight.of(weight, quantizer=quantizer, amax=amax)
         return cls(*packed, columns=weight.shape[1])

@@ -24,9 +24,7 @@ _ALGORITHM = {quantized: name for name, quantized in ALGORITHMS.items()}
 def layer_state(weight: CompressedMatrix, input_scale: Tensor | None) -> dict[str, Tensor]:
     """Return the tensors of a layer by their layout names.
 
-    Args:
-        weight: the packed weight.
-        input_scale: encode scale of the input, fp32 [1]; None if the input is not quantized.
+    `input_scale` is the encode scale of the input, fp32 [1]; None if the input is not quantized.
     """
     state = {
         "weight": weight.packed,
@@ -44,14 +42,7 @@ def describe(
     experts: Sequence[str] = (),
     routers: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the contents of `hf_quant_config.json`.
-
-    Args:
-        ignore: names of the nn.Linear modules that are not packed.
-        inputs: name of each packed layer -> whether its input is quantized.
-        experts: names in files of fused experts, which are not packed.
-        routers: names in files of their routers that are not nn.Linear.
-    """
+    """Return the contents of `hf_quant_config.json`; arguments as for `compressed_config`."""
     kinds = set(inputs.values())
     quantization: dict[str, Any] = {
         "quant_algo": _ALGORITHM[kinds.pop()] if len(kinds) == 1 else MIXED,

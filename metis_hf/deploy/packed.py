@@ -131,11 +131,8 @@ def load_deployed(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrained
     """Load a packed language model for evaluation, with plain transformers where possible.
 
     Falls back to `load_packed`: transformers delegates packed layers to the compressed-tensors
-    library, which computes only in BF16 and cannot unpack every class.
-
-    Args:
-        path: a directory in the layout `nvfp4-pack-quantized`.
-        dtype: dtype of everything that is not packed, and of the computation.
+    library, which computes only in BF16 and cannot unpack every class. `path` is a directory in the
+    layout `nvfp4-pack-quantized`.
 
     Raises:
         ValueError: see `load_packed`.
@@ -170,9 +167,7 @@ def _why_not_late(path: Path) -> str | None:
 def why_not_late(model: PreTrainedModel, packed: Mapping[str, type[nn.Module]]) -> str | None:
     """Return why plain transformers cannot unpack layers at the first forward pass, or None.
 
-    Args:
-        model: a model of the class to load.
-        packed: name of each packed layer -> its class in the plain model.
+    The model is of the class to load; `packed` maps layers to their classes in the plain model.
     """
     for kind in packed.values():
         if kind is not nn.Linear:

@@ -153,11 +153,9 @@ def experts_notes(model: nn.Module) -> tuple[str, ...]:
 
 @torch.no_grad()
 def unfuse(model: nn.Module, layers: Collection[str]) -> None:
-    """Replace fused expert weights by one nn.Linear per expert, named like the converted layers.
+    """Replace fused experts of a plain model by nn.Linears, named like the converted `layers`.
 
-    Args:
-        model: plain; fused weights without a name in `layers` stay fused.
-        layers: names of converted layers.
+    Fused weights without a name in `layers` stay fused.
     """
     for name, module in list(model.named_modules()):
         if not is_fused_experts(module):
@@ -181,11 +179,9 @@ def unfuse(model: nn.Module, layers: Collection[str]) -> None:
 def names_in_files(
     model: PreTrainedModel, layers: Collection[str]
 ) -> dict[str, list[tuple[str, slice]]]:
-    """Return layer name -> [(name of a linear layer in the files, the rows it holds), ...].
+    """Return packed layer -> [(name of a linear layer in the files, the rows it holds), ...].
 
-    Args:
-        model: plain, with its packed experts unfused.
-        layers: names of all packed layers.
+    The model is plain, with its packed experts unfused.
     """
     names = {name: [(name, slice(None))] for name in layers}
     for experts, key, linears in converted_experts(model):
@@ -244,11 +240,9 @@ class ExpertNames(WeightRenaming):
 
     @classmethod
     def of(cls, experts: Mapping[ExpertMatrix, str], places: Mapping[str, str]) -> ExpertNames:
-        """Build the renaming.
+        """Build the renaming; `places` is the result of `unfuse_packed`.
 
-        Args:
-            experts: matrix -> its name in files, as transformers renames it.
-            places: result of `unfuse_packed`.
+        `experts` maps matrices to their names in files, as transformers renames them.
         """
         there = {
             name: name.removesuffix(each.name.removeprefix(each.experts))

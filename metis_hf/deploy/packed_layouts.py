@@ -105,9 +105,7 @@ class PackedScheme:
 def read_scheme(config: Mapping[str, Any], where: str) -> PackedScheme:
     """Read a `quantization_config`, or the contents of hf_quant_config.json.
 
-    Args:
-        config: the contents.
-        where: path or name of the checkpoint, for messages.
+    `where` is the checkpoint's path or name, for messages.
 
     Raises:
         ValueError: the method or format is another one (the message names it), or scales are
@@ -333,13 +331,8 @@ def check_scales(
 ) -> None:
     """Refuse scales that no quantizer writes.
 
-    A block scale of zero is valid for a block of zeros, or one 2^-20 as large as the largest.
-
-    Args:
-        name: layer name, for messages.
-        codes: uint8 [o i/2].
-        scale: float8_e4m3fn [o i/16].
-        tensor_scales: tensor scales by their names in the files.
+    A block scale of zero is valid for a block of zeros, or one 2^-20 as large as the largest. Codes
+    are uint8 [o i/2], block scales float8_e4m3fn [o i/16], tensor scales by their names in files.
 
     Raises:
         ValueError: a tensor scale, or its inverse, is not positive and finite; a block scale is

@@ -78,8 +78,7 @@ class PackedConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs=False, **kwargs: Any):
         if config_dict.get("quant_method") == METHOD:
-            values = {k: config_dict[k] for k in ("source", "activations", "where")}
-            config = cls(**values)
+            config = cls(**{k: config_dict[k] for k in ("source", "activations", "where")})
         else:  # a checkpoint's own
             config = cls(dict(config_dict))
         return (config, kwargs) if return_unused_kwargs else config
@@ -188,22 +187,19 @@ class PackedLoader(HfQuantizer):
         config = self.quantization_config
         names = config.scheme.names
         for name, module in list(model.named_modules()):
-            if isinstance(module, PackedLinear | _ModelOptLinear):
-                values = {key: getattr(module, key) for key in names if hasattr(module, key)}
-                codes, scale, *others = (values.get(key) for key in names)
-                given = {k: v for k, v in zip(names[2:], others) if v is not None}
-                assert codes is not None
-                assert scale is not None
-                if not codes.is_meta:  # meta: offloaded to disk
-                    check_scales(name, codes, scale, given)
-                if module.bias is not None:
-                    module.bias.requires_grad_(False)
-            if isinstance(module, PackedLinear):
-                for key in names[2:]:
-                    if (value := module._buffers.get(key)) is not None:
-                        module._buffers[key] = value.reshape(1)
+            if not isinstance(module, PackedLinear | _ModelOptLinear):
+                continue
+            codes, scale, *others = (getattr(module, key) for key in names)
+            given = {key: value for key, value in zip(names[2:], others) if value is not None}
+            if not codes.is_meta:  # meta: offloaded to disk
+                check_scales(name, codes, scale, given)
+            if module.bias is not None:
+                module.bias.requires_grad_(False)
             if isinstance(module, _ModelOptLinear):
                 model.set_submodule(name, module.finish())
+            else:
+                for key, value in given.items():
+                    module._buffers[key] = value.reshape(1)
         if config.written is None:
             config.written = _written(model, config.scheme, self.names)
         if config.scheme.dropped:

@@ -78,10 +78,9 @@ def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
 
 
 def load_model(checkpoint: str | Path) -> PreTrainedModel:
-    """Load a dense or Metis checkpoint in fp32 and eval mode, as the class its config names.
+    """Load a dense or Metis checkpoint, a directory or a hub name, in fp32 and eval mode.
 
-    Args:
-        checkpoint: a directory or a hub name.
+    The model is of the class that its config names.
 
     Raises:
         ValueError: transformers lacks the class, or the checkpoint is incomplete.
@@ -92,10 +91,7 @@ def load_model(checkpoint: str | Path) -> PreTrainedModel:
 
 
 def model_config(checkpoint: str | Path) -> PreTrainedConfig:
-    """Return the config of a checkpoint.
-
-    Args:
-        checkpoint: a directory or a hub name.
+    """Return the config of a checkpoint, a directory or a hub name.
 
     Raises:
         ValueError: the config is damaged, or transformers does not know its model type.
@@ -140,9 +136,8 @@ def read_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
 def held_out_windows(checkpoint: str | Path, text: Path) -> list[Tensor]:
     """Split a text into windows of token ids [1, length] without overlap; no model is loaded.
 
-    Args:
-        checkpoint: a directory or a hub name, with config and tokenizer.
-        text: a file as in `data.chat`.
+    The checkpoint, a directory or a hub name, has config and tokenizer; the text is a file as in
+    `data.chat`.
 
     Raises:
         FileNotFoundError: there is no such text.
@@ -208,12 +203,6 @@ def copy_companions(checkpoint: str | Path, out: Path) -> None:
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, out / path.name)
 
 
-_INSTEAD = (
-    "Exclude it when converting the model (modules_to_not_convert, or --exclude if the export "
-    "quantizes it), or use format='dense'"
-)
-
-
 _SOME_EXPERTS = (
     "not quantized, while other weights of these experts are; engines fuse all experts of a layer. "
     "Exclude all of them when converting the model (modules_to_not_convert, --exclude), or none"
@@ -245,7 +234,9 @@ def check_packable(model: PreTrainedModel) -> None:
     for name, layer in metis_layers(model):
         if reason := unsupported(layer, layer in experts):
             raise ValueError(
-                f"{name}: {reason}; the nvfp4-pack-quantized layout cannot hold it. {_INSTEAD}"
+                f"{name}: {reason}; the nvfp4-pack-quantized layout cannot hold it. Exclude it "
+                "when converting the model (modules_to_not_convert, or --exclude if the export "
+                "quantizes it), or use format='dense'"
             )
         packable += weight_quantizer(layer) is not None
     if not packable:

@@ -13,14 +13,8 @@ def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
 
     The other module, usually the token embedding, keeps the exact weight, as in training. The
     config is set to `tie_word_embeddings=False` so that loaders read both weights; therefore all
-    other tied parameters get their own copies too.
-
-    Args:
-        model: plain; its config changes if there is such a layer.
-        packed: names of the layers that are stored in four bits.
-
-    Returns:
-        A sentence for the report if there is such a layer, else nothing.
+    other tied parameters get their own copies too. `packed` has the names of the layers that are
+    stored in four bits. The result is a sentence for the report if there is such a layer.
     """
     users: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -32,21 +26,14 @@ def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
     if not found:
         return ()
     for name in found:
-        layer = model.get_submodule(name)
-        weight = layer.get_parameter("weight")
-        layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        _give_own(model, f"{name}.weight")
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "tie_word_embeddings"):
             config.tie_word_embeddings = False
     # Untie the rest too, so that all of it is saved: encoder and decoder embeddings, biases.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for name in tied:
-        path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
-        param = module.get_parameter(key)
-        module.register_parameter(
-            key, nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
-        )
+        _give_own(model, name)
     tied.clear()
     others = ", ".join(other for other in shared[found[0]] if other != found[0])
     return (
@@ -55,13 +42,16 @@ def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def head_note(model: PreTrainedModel, packed: Container[str]) -> tuple[str, ...]:
-    """Return a sentence for the report if the output head is packed, else nothing.
+def _give_own(model: nn.Module, name: str) -> None:
+    """Replace a parameter by a copy."""
+    path, _, key = name.rpartition(".")
+    module, param = model.get_submodule(path), model.get_parameter(name)
+    own = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+    module.register_parameter(key, own)
 
-    Args:
-        model: plain.
-        packed: names of the layers that are stored in four bits.
-    """
+
+def head_note(model: PreTrainedModel, packed: Container[str]) -> tuple[str, ...]:
+    """Return a sentence for the report if a plain model's output head is packed, else nothing."""
     head = model.get_output_embeddings()
     names = (name for name, module in model.named_modules() if module is head and name in packed)
     return tuple(
