@@ -182,14 +182,13 @@ def _check_inputs(args: argparse.Namespace) -> None:
         read_meta(args.data)
 
 
-class Places(argparse.Namespace):
+class Places:
     """Files of a call: `record` and `page`, in `--out` if given, and their `copies`.
 
     The copies are in the checkout, which may be read-only.
     """
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
-        super().__init__()
         record, text = f"gpu-{name}.json", f"gpu-{name}.md"
         own = (RESULTS / record, RESULTS.parent / text)
         folder = args.out

@@ -10,7 +10,6 @@ steps, because timing them adds overhead. Writes results/layer.json and .png.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from timing import (
     Row,
     arguments,
     before_start,
+    dtype_name,
     figure,
     interleave,
     parse,
@@ -112,7 +112,7 @@ def cases(
     found: list[tuple[Row, Callable[[], None]]] = []
 
     def add(name: str, layer: nn.Module, dtype: torch.dtype, kernel: str | None = None) -> None:
-        row = {"name": name, "dtype": str(dtype).split(".")[1], "kernels": kernel}
+        row = {"name": name, "dtype": dtype_name(dtype), "kernels": kernel}
         layer = layer.to(device, dtype)
         step = step_of(layer, x.to(dtype), dy.to(dtype), kernel)
         if name == KEPT:
@@ -164,9 +164,7 @@ def measure(
             row["peak_bytes"] = peak["bytes"]
         if case["name"] not in WHOLE:
             split = [parts.by_part(step, device) for _ in range(PART_ROUNDS)]
-            row["parts_ms"] = {
-                name: statistics.median(one[name] for one in split) * 1e3 for name in parts.NAMES
-            }
+            row["parts_ms"] = parts.medians_ms(split)
             row["parts_rounds"] = PART_ROUNDS
         rows.append(row)
     if device.type == "cuda":
@@ -204,7 +202,7 @@ def measure_peers(
         times = interleave(steps, rounds, budget=budget, device=device)
         rows = []
         for (name, dtype, _), seconds in zip(found, times):
-            row = {"name": name, "dtype": str(dtype).split(".")[1], "kernels": None}
+            row = {"name": name, "dtype": dtype_name(dtype), "kernels": None}
             rows.append({**row, "shape": list(shape), **summary(seconds, times[0])})
         if device.type == "cuda":
             add_recorded(rows, steps, rounds, budget, device)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,7 @@ _WRAPPED: list[tuple[Any, str, str]] = [
     (Spectral, "decode_with_factors", LOW_RANK),
     (GemmPlan, "_term", CORRECT),
     (Quantized, "error_along", CORRECT),
+    (gemm, "finish_product", CORRECT),
     (SplitWeight, "quantize", WEIGHT),
     (SplitWeight, "gradients", WEIGHT),
     (Hadamard, "__call__", ROTATE),
@@ -78,22 +80,20 @@ class Stopwatch:
         return timed
 
 
-@contextlib.contextmanager
-def watching(device: torch.device) -> Iterator[Stopwatch]:
-    """Yield a stopwatch to which the wrapped functions report inside the block."""
+def by_part(step: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Return the seconds of each part, including the rest, in one call of `step`."""
     watch = Stopwatch(device)
     with contextlib.ExitStack() as stack:
         for owner, name, part in _WRAPPED:
             wrapped = watch.wrap(getattr(owner, name), part)
             stack.enter_context(mock.patch.object(owner, name, wrapped))
-        yield watch
-
-
-def by_part(step: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Return the seconds of each part, including the rest, in one call of `step`."""
-    with watching(device) as watch:
         started = watch.clock()
         step()
         total = watch.clock() - started
     found = {name: watch.seconds.get(name, 0.0) for name in NAMES if name != REST}
     return found | {REST: total - sum(found.values())}
+
+
+def medians_ms(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each part over several steps, in ms."""
+    return {name: statistics.median(step[name] for step in steps) * 1e3 for name in NAMES}

@@ -22,6 +22,7 @@ from timing import (
     Row,
     arguments,
     before_start,
+    dtype_name,
     figure,
     interleave,
     parse,
@@ -109,10 +110,9 @@ def covered(name: str, kernels: str) -> bool:
 
 def own_cases(x: Tensor, names: Sequence[str], kernels: Sequence[str]) -> list[Case]:
     """Return calls that quantize, pack or unpack x with each of our kernels."""
-    kind = str(x.dtype).split(".")[1]
     return [
         (
-            {"name": name, "kernels": kernel, "dtype": kind},
+            {"name": name, "kernels": kernel, "dtype": dtype_name(x.dtype)},
             (half if name in HALVES else ours)(x, name, kernel),
         )
         for name in names
@@ -130,7 +130,6 @@ def cases(
     kernels = available(device)
     for dtype in DTYPES[: 1 if quick else None]:
         typed = x.to(dtype)
-        kind = str(dtype).split(".")[1]
         found += own_cases(typed, [*list(QUANTIZERS)[: 3 if quick else None], *HALVES], kernels)
         others = {
             peer: (lambda make=make, typed=typed: make(typed))
@@ -143,7 +142,7 @@ def cases(
             call = peers.usable(make, peer)
             if call is not None:
                 name = "fp4, fp32 scales, stochastic" if peer == "paper's code" else "nvfp4"
-                found.append(({"name": name, "kernels": peer, "dtype": kind}, call))
+                found.append(({"name": name, "kernels": peer, "dtype": dtype_name(dtype)}, call))
     return found
 
 

@@ -42,10 +42,6 @@ def find(rows: list[Row], **wanted: object) -> Row | None:
     return next((r for r in rows if all(r.get(k) == v for k, v in wanted.items())), None)
 
 
-def value(row: Row | None, key: str = "ratio") -> float | None:
-    return None if row is None else row[key]
-
-
 class Measured(NamedTuple):
     """A number from the records, and the rounds of its timing (None for counted bytes)."""
 
@@ -73,12 +69,8 @@ class Target(NamedTuple):
 
 
 def quantizer(name: str, dtype: str = "float32") -> Callable[[], Measured | None]:
-    def measure() -> Measured | None:
-        rows = read("quantizers")["rows"]
-        wanted = {"name": name, "dtype": dtype, "kernels": "compiled", "shape": QUANTIZED_SHAPE}
-        return measured(find(rows, **wanted))
-
-    return measure
+    wanted = {"name": name, "dtype": dtype, "kernels": "compiled", "shape": QUANTIZED_SHAPE}
+    return lambda: measured(find(read("quantizers")["rows"], **wanted))
 
 
 def layer_row(name: str, kernels: str | None = "compiled") -> Row | None:
@@ -112,22 +104,16 @@ def share(*names: str) -> Callable[[], Measured | None]:
 
 
 def moved(operand: str) -> Callable[[], Measured | None]:
-    def measure() -> Measured | None:
-        rows = read("roofline")["traffic"]
-        return measured(find(rows, operand=operand, kernels="compiled"), "over_copy")
-
-    return measure
+    wanted = {"operand": operand, "kernels": "compiled"}
+    return lambda: measured(find(read("roofline")["traffic"], **wanted), "over_copy")
 
 
 def step_value(
     key: str, dtype: str, model: str = GPT2, name: str = "metis"
 ) -> Callable[[], Measured | None]:
-    def measure() -> Measured | None:
-        batch = [step.SHAPES[model].batch, step.SHAPES[model].length]
-        wanted = {"model": model, "name": name, "dtype": dtype, "batch": batch}
-        return measured(find(read("step")["rows"], **wanted), key)
-
-    return measure
+    batch = [step.SHAPES[model].batch, step.SHAPES[model].length]
+    wanted = {"model": model, "name": name, "dtype": dtype, "batch": batch}
+    return lambda: measured(find(read("step")["rows"], **wanted), key)
 
 
 def import_seconds() -> Measured | None:
@@ -234,7 +220,8 @@ def headline_markdown() -> str:
 
     def cells(name: str, dtype: str) -> list[str]:
         found = [find(steps, model=model, name=name, dtype=dtype) or {} for model in models]
-        numbers = [value(layer_row(name)) if dtype == "float32" else None]
+        alone = layer_row(name) if dtype == "float32" else None
+        numbers = [alone and alone["ratio"]]
         for key in ("ratio", "saved_over_bf16"):
             numbers += [row.get(key) for row in found]
         return ["" if number is None else short(number) for number in numbers]

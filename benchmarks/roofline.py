@@ -19,13 +19,14 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import traffic
-from layer import SCHEMES, realistic, step_of
-from quantizers import available
+from layer import SCHEMES, linear, realistic, step_of
+from quantizers import available, ours
 from timing import (
     KERNEL_COLOURS,
     Row,
@@ -41,13 +42,11 @@ from timing import (
     table,
     write,
 )
-from torch import Tensor, nn
 
 from metis_hf import MetisConfig
 from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import use_kernels
 from metis_hf.operands import Operand
 from metis_hf.operands.conditioners.spectral import Spectral
 from metis_hf.schemes import layer_rank
@@ -58,11 +57,7 @@ OPERANDS = {
     "direct, stochastic": Operand(Quantizer(rounding="stochastic")),  # type: ignore[arg-type]
     "split": Operand(Quantizer(), Spectral(16)),
 }
-QUANTIZERS = {
-    "nvfp4, one level": Quantizer(two_level=False),
-    "nvfp4": Quantizer(),
-    "nvfp4, stochastic": Quantizer(rounding="stochastic"),  # type: ignore[arg-type]
-}
+QUANTIZERS = ("nvfp4, one level", "nvfp4", "nvfp4, stochastic")
 ROUNDS, BUDGET = 9, 40.0
 # Bytes and FLOPs are counted at dimensions that are smaller by this factor, then scaled up.
 REDUCTION = 8
@@ -93,10 +88,7 @@ def operand_traffic(kernels: list[str], rows: int, device: torch.device) -> list
     found = []
     for kernel in kernels:
         for name, operand in OPERANDS.items():
-
-            def call(operand: Operand = operand) -> object:
-                return operand(x, dim=-1, key=Key(3), dtype=torch.float32)
-
+            call = partial(operand, x, dim=-1, key=Key(3), dtype=torch.float32)
             over_copy = traffic.multiple(call, x, kernel)
             found.append({"operand": name, "kernels": kernel, "over_copy": over_copy})
     return found
@@ -110,12 +102,8 @@ def bandwidths(kernels: list[str], rows: int, rounds: int, device: torch.device)
         ({"name": "copy", "kernels": "torch", "bytes": 2 * x.nbytes}, lambda: target.copy_(x))
     ]
     for kernel in kernels:
-        for name, quantizer in QUANTIZERS.items():
-
-            def call(quantizer: Quantizer = quantizer, kernel: str = kernel) -> Tensor:
-                with use_kernels(kernel):
-                    return quantizer(x, key=5)
-
+        for name in QUANTIZERS:
+            call = ours(x, name, kernel)
             moved = traffic.multiple(call, x, kernel) * 2 * x.nbytes
             cases.append(({"name": name, "kernels": kernel, "bytes": moved}, call))
     calls = [call for _, call in cases]
@@ -138,10 +126,9 @@ def make_step(
     kernels: str | None = None,
 ) -> Callable[[], None]:
     tokens, inputs, outputs = shape
-    torch.manual_seed(0)
-    linear = nn.Linear(inputs, outputs, bias=False).to(device)
     config = MetisConfig(scheme=scheme, rank=rank)
-    module = convert_linear(linear, config, name="layer").to(dtype).train()
+    module = convert_linear(linear(inputs, outputs).to(device), config, name="layer")
+    module = module.to(dtype).train()
     x = realistic(tokens, inputs, 0, device).to(dtype)
     return step_of(module, x, torch.ones(tokens, outputs, dtype=dtype, device=device), kernels)
 
@@ -179,8 +166,14 @@ def predictions(
         moved = count(scheme, sizes.fitted, dtype, kernels)[1]
         rest = fitted[scheme] - fitted[CONTROL]
         bandwidth = moved / rest if scheme != CONTROL and rest > 0 else math.inf
-        rate = {"scheme": scheme, "flops": gemm_rate, "gb_per_s": _finite(bandwidth / 1e9)}
-        rates.append({**rate, "rounds": measured[sizes.fitted][scheme]["rounds"]})
+        rates.append(
+            {
+                "scheme": scheme,
+                "flops": gemm_rate,
+                "gb_per_s": bandwidth / 1e9 if math.isfinite(bandwidth) else None,
+                "rounds": measured[sizes.fitted][scheme]["rounds"],
+            }
+        )
         for shape in (sizes.checked, *sizes.predicted):
             flops, moved = count(scheme, shape, dtype, kernels)
             row = _prediction(scheme, shape, HERE, flops / gemm_rate, moved / bandwidth)
@@ -216,10 +209,6 @@ def _prediction(
         "rest_ms": rest * 1e3,
         "ms": (gemms + rest) * 1e3,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def traffic_markdown(rows: list[Row]) -> str:
@@ -300,8 +289,8 @@ def main() -> None:
     sizes = QUICK_SIZES if args.quick else SIZES
     on_cpu = available(torch.device("cpu"))[-1]  # where steps are counted
     rates, predicted = predictions(sizes, on_cpu, min(rounds, 4), args.device)
-    for text in (traffic_markdown(moved), bandwidth_markdown(reached)):
-        print(text)
+    print(traffic_markdown(moved))
+    print(bandwidth_markdown(reached))
     print(prediction_markdown(predicted))
     record = {
         "machine": before,

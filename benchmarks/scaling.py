@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 import parts
 import torch
-from layer import realistic, step_of
+from layer import linear, realistic, step_of
 from timing import Row, arguments, before_start, figure, parse, prepare, short, table, write
-from torch import nn
 
 from metis_hf import MetisConfig
 from metis_hf.lab.cost import overhead
@@ -75,9 +74,8 @@ def points(quick: bool, device: torch.device) -> list[Point]:
             share = value if sweep == "rank" else SHARE
             # Set the rank explicitly: a rank that is rounded up would distort the slopes.
             config = MetisConfig(rank=max(1, round(share * m)))
-            torch.manual_seed(0)
-            linear = nn.Linear(m, m, bias=False).to(device)
-            layer = convert_linear(linear, config, name=f"{sweep} {value}").train()
+            module = linear(m, m).to(device)
+            layer = convert_linear(module, config, name=f"{sweep} {value}").train()
             x, dy = realistic(rows, m, 0, device), realistic(rows, m, 1, device)
             found.append(Point(sweep, value, rows, layer, step_of(layer, x, dy, None)))
     return found
@@ -104,14 +102,9 @@ def row_of(point: Point, seconds: list[dict[str, float]]) -> Row:
         "tokens": point.tokens,
         "width": point.layer.in_features,
         "rank": point.layer.config.rank,
-        "parts_ms": {
-            name: statistics.median(one[name] for one in seconds) * 1e3 for name in parts.NAMES
-        },
+        "parts_ms": parts.medians_ms(seconds),
         "parts_spread_ms": {
-            name: [
-                min(one[name] for one in seconds) * 1e3,
-                max(one[name] for one in seconds) * 1e3,
-            ]
+            name: [1e3 * end(one[name] for one in seconds) for end in (min, max)]
             for name in parts.NAMES
         },
         "flops": {

@@ -32,6 +32,7 @@ from timing import (
     Row,
     arguments,
     before_start,
+    dtype_name,
     figure,
     interleave,
     parse,
@@ -209,16 +210,14 @@ def counting_saved(case: Case, shape: Shape) -> Iterator[Saved]:
         saved.module = None
 
     names = converted_names(case, shape)
-    handles = []
-    for name, module in case.model.named_modules():
-        if name in names:
-            assert isinstance(module, nn.Linear | Conv1D | MetisLayer)
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave))
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
+    with contextlib.ExitStack() as stack:
+        for name, module in case.model.named_modules():
+            if name in names:
+                assert isinstance(module, nn.Linear | Conv1D | MetisLayer)
+                stack.enter_context(module.register_forward_pre_hook(enter))
+                stack.enter_context(module.register_forward_hook(leave))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x))
         yield saved
-    for handle in handles:
-        handle.remove()
 
 
 # --- measurement ----------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.d
             {
                 "model": name,
                 "name": case.name,
-                "dtype": str(case.dtype).split(".")[1],
+                "dtype": dtype_name(case.dtype),
                 "recorded": case.graphs is not None,
                 "note": None,
                 "batch": [shape.batch, shape.length],

@@ -91,6 +91,17 @@ def prepare(threads: int) -> None:
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in records, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def synchronize(device: torch.device | None) -> None:
+    """Wait for a GPU's work."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def seconds(call: Callable[[], object], device: torch.device | None = None) -> float:
     """Return the seconds of one call."""
     if device is not None and device.type == "cuda":
@@ -130,8 +141,7 @@ def interleave(
     if warm_up:
         for call in calls:
             call()
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     started = time.perf_counter()  # the budget excludes compilation in the first calls
     on_cpu = device is None or device.type == "cpu"
     other = torch.zeros(_EVICTING) if cold and on_cpu else None
@@ -149,12 +159,9 @@ def interleave(
 def printed_seconds(
     program: str, *given: str, environment: Mapping[str, str] | None = None
 ) -> float:
-    """Run Python code in its own process; return the number on the last line it prints.
+    """Run Python code with arguments in its own process; return the number it prints last.
 
-    Args:
-        program: the code.
-        given: its arguments.
-        environment: of the process; None inherits this process's environment.
+    `environment` is the process's; None inherits this process's environment.
 
     Raises:
         RuntimeError: the program failed; the message includes its stderr.
@@ -293,22 +300,16 @@ def spread(row: Row, key: str = "ratio") -> str:
 
 def short(value: float) -> str:
     """Format with about three significant digits, never in exponential form."""
-    return (
-        f"{value:.2f}"
-        if abs(value) < 10
-        else f"{value:.1f}"
-        if abs(value) < 100
-        else f"{value:.0f}"
-    )
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{digits}f}"
 
 
 def figure(rows: int, columns: int, size: tuple[float, float]):
     """Return (figure, axes [rows columns]) in the style of the package's plots."""
-    from metis_hf.lab.show.figure import figure_axes
+    from metis_hf.lab.show.figure import figure_axes, tidy
 
     found, axes = figure_axes(rows, columns, size)
+    tidy(*axes.flat)
     for axis in axes.flat:
-        axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
     return found, axes

@@ -9,7 +9,7 @@ reads the tensor once and writes it once.
 from __future__ import annotations
 
 import contextlib
-import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -69,7 +69,7 @@ def size_of(tree: Any) -> int:
 
 def _bytes(x: Tensor) -> int:
     sizes = [size for size, stride in zip(x.shape, x.stride()) if stride != 0]
-    return functools.reduce(lambda a, b: a * b, sizes, 1) * x.element_size()
+    return math.prod(sizes) * x.element_size()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from timing import Row, interleave, summary
+from timing import Row, dtype_name, interleave, summary, synchronize
 from torch import Tensor
 
 from on_gpu.context import TOKENS, Context
@@ -28,10 +28,10 @@ def kernels(context: Context) -> Iterator[Item]:
 
     names = list(quantizers.QUANTIZERS)[: 3 if context.quick else None]
     for dtype in quantizers.DTYPES:
-        yield Item(f"bits, {_name(dtype)}", partial(equal_bits, names, dtype, context.device))
+        yield Item(f"bits, {dtype_name(dtype)}", partial(equal_bits, names, dtype, context.device))
     for shape in QUICK_SHAPES if context.quick else SHAPES:
         for dtype in quantizers.DTYPES:
-            key = f"{shape[0]} x {shape[1]}, {_name(dtype)}"
+            key = f"{shape[0]} x {shape[1]}, {dtype_name(dtype)}"
             yield Item(key, partial(bandwidth, names, shape, dtype, context))
     shape = QUICK_SHAPES[0] if context.quick else (2 * TOKENS, 3072)
     yield Item("around GEMMs", partial(around_gemms, shape, context))
@@ -80,7 +80,7 @@ def equal_bits(names: Sequence[str], dtype: torch.dtype, device: torch.device) -
                 where = ", ".join(f"{count} of {title}" for title, count in different.items())
                 bits = "elements with other bits than the CPU's reference"
                 wrong.append(f"{name}, {kernel}: {bits}: {where}")
-    return {"rows": rows, "dtype": _name(dtype), FAILURES: wrong}
+    return {"rows": rows, "dtype": dtype_name(dtype), FAILURES: wrong}
 
 
 def bandwidth(
@@ -134,12 +134,10 @@ def around_gemms(shape: tuple[int, int], context: Context) -> Row:
     return over_copy(x, cases, context)
 
 
-def over_copy(
-    x: Tensor, cases: Sequence[tuple[Row, Callable[[], object]]], context: Context
-) -> Row:
+def over_copy(x: Tensor, cases: Sequence[Case], context: Context) -> Row:
     """Time calls that read x, relative to a copy of x."""
     device, target = context.device, torch.empty_like(x)
-    row = {"name": "copy", "kernels": "torch", "dtype": _name(x.dtype)}
+    row = {"name": "copy", "kernels": "torch", "dtype": dtype_name(x.dtype)}
     everything = [(row, lambda: target.copy_(x)), *cases]
     kept, calls, lengths = [], [], []
     without: list[Row] = []
@@ -172,7 +170,7 @@ def _first_calls(call: Callable[[], object], device: torch.device) -> tuple[floa
     for _ in range(2):
         started = time.perf_counter()
         call()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - started)
     return times[0], max(1, min(100, int(_BURST / times[1]))) if device.type == "cuda" else 1
 
@@ -184,12 +182,3 @@ def _repeat(call: Callable[[], object], length: int) -> None:
 
 def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32 if x.dtype is torch.float32 else torch.int16)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).split(".")[1]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

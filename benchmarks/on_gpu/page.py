@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from memory import megabytes
 from timing import Row, short, spread, table
@@ -23,10 +23,9 @@ def page(record: Record, name: str, order: Sequence[str]) -> str:
     """Return the page of a record, with parts in the given order."""
     machine = record.machine
     calls = [call["machine"] for call in record.calls if "machine" in call]
-    kind = "quick run: tiny sizes, which say nothing about speed" if machine["quick"] else ""
     lines = [f"# {machine.get('gpu', name)}", ""]
-    if kind:
-        lines += [f"**A {kind}.**", ""]
+    if machine["quick"]:
+        lines += ["**A quick run: tiny sizes, which say nothing about speed.**", ""]
     lines += [
         "Written by `make gpu` (`benchmarks/gpu.py`) from the record of the same name. Times are "
         "medians with quartiles, of fewer than four rounds with the range, of CUDA events on a "
@@ -40,10 +39,11 @@ def page(record: Record, name: str, order: Sequence[str]) -> str:
         entry = record.parts.get(part)
         if entry is None:
             continue
-        body = _SECTIONS[part](entry) if entry.items else ""
+        title, section = _SECTIONS[part]
+        body = section(entry) if entry.items else ""
         body += _not_measured(entry) + _errors(entry) + _commits(entry)
         if body:
-            lines += ["", f"## {_TITLES[part]}", "", body.rstrip()]
+            lines += ["", f"## {title}", "", body.rstrip()]
     commits = list(dict.fromkeys(str(call["commit"]) for call in record.calls))
     lines += ["", f"{len(record.calls)} calls, of commit {', '.join(commits)}."]
     if unknown := len(record.calls) - len(calls):
@@ -132,9 +132,8 @@ def _by_commit(entry: Entry) -> dict[str, list[str]]:
     return keys
 
 
-def _rows(entry: Entry, keys: Iterable[str] | None = None) -> list[Row]:
-    items = entry.items if keys is None else {key: entry.items[key] for key in keys}
-    return [row for item in items.values() for row in item.get("rows", ())]
+def _rows(entry: Entry) -> list[Row]:
+    return [row for item in entry.items.values() for row in item.get("rows", ())]
 
 
 def _tests(entry: Entry) -> str:
@@ -146,9 +145,7 @@ def _tests(entry: Entry) -> str:
 
 
 def _kernels(entry: Entry) -> str:
-    bits = [key for key in entry.items if key.startswith("bits")]
-    rates = [key for key in entry.items if key not in bits]
-    compared = _rows(entry, bits)
+    compared = [row for row in _rows(entry) if "differing" in row]
     wrong = sum(1 for row in compared if row["differing"])
     text = ""
     if compared:
@@ -168,7 +165,8 @@ def _kernels(entry: Entry) -> str:
             f"{row['gb_per_s']:.0f}",
             f"{row['first_call_s']:.2f}",
         ]
-        for row in _rows(entry, rates)
+        for row in _rows(entry)
+        if "ms" in row
     ]
     columns = ["shape", "dtype", "quantizer", "kernels", "ms (quartiles)", "over copy"]
     if cells:
@@ -278,25 +276,15 @@ def _scale(entry: Entry) -> str:
     return scale_table.markdown(rows) if rows else ""
 
 
-_TITLES = {
-    "tests": "Tests that need a GPU",
-    "kernels": "Quantizers",
-    "layer": "One layer, forward and backward",
-    "large": "Llama-3 8B, a training step",
-    "step": "A training step",
-    "fidelity": "Fidelity",
-    "compare": "Comparison",
-    "native": "Real FP4 GEMMs",
-    "scale": "From scratch at real size",
-}
-_SECTIONS: dict[str, Callable[[Entry], str]] = {
-    "tests": _tests,
-    "kernels": _kernels,
-    "layer": _layer,
-    "large": _large,
-    "step": _step,
-    "fidelity": _fidelity,
-    "compare": _compare,
-    "native": _native,
-    "scale": _scale,
+# part -> (title, text of its results)
+_SECTIONS: dict[str, tuple[str, Callable[[Entry], str]]] = {
+    "tests": ("Tests that need a GPU", _tests),
+    "kernels": ("Quantizers", _kernels),
+    "layer": ("One layer, forward and backward", _layer),
+    "large": ("Llama-3 8B, a training step", _large),
+    "step": ("A training step", _step),
+    "fidelity": ("Fidelity", _fidelity),
+    "compare": ("Comparison", _compare),
+    "native": ("Real FP4 GEMMs", _native),
+    "scale": ("From scratch at real size", _scale),
 }

@@ -31,7 +31,10 @@ NATIVE_SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "four-over-six", "mxfp4", "
 
 
 def layers(context: Context) -> Iterator[Item]:
-    """Yield all shapes with the fastest kernels first, in case the time is short."""
+    """Yield all shapes with the fastest kernels first, in case the time is short.
+
+    Layers of other libraries come after these.
+    """
     import layer
     import quantizers
 
@@ -47,18 +50,12 @@ def layers(context: Context) -> Iterator[Item]:
             key = f"{title}{' x '.join(map(str, shape))}, {kernels}"
             yield Item(key, lambda run=measure: {"rows": run()})
         if kernels == fastest and context.peers is not None:
-            yield from _peers(context, context.peers)
-
-
-def _peers(context: Context, folder: Path) -> Iterator[Item]:
-    """Yield the layers of other libraries."""
-    import layer
-
-    for sizes in QUICK_LAYERS if context.quick else PEER_LAYERS:
-        measure = partial(
-            layer.measure_peers, sizes, context.rounds, context.budget, context.device, folder
-        )
-        yield Item(f"{' x '.join(map(str, sizes))}, peers", measure)
+            for shape in QUICK_LAYERS if context.quick else PEER_LAYERS:
+                measure = partial(
+                    layer.measure_peers, shape, context.rounds, context.budget, context.device,
+                    context.peers,
+                )  # fmt: skip
+                yield Item(f"{' x '.join(map(str, shape))}, peers", measure)
 
 
 def layer_shapes(quick: bool) -> list[tuple[str, tuple[int, int, int]]]:
