@@ -272,7 +272,7 @@ def _split(rows: list[Row]) -> list[Row]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw the parts of the first shape as stacked bars, relative to nn.Linear."""
+    """Draw the first shape as bars as long as `ratio`, split by the instrumented steps' shares."""
     shape = rows[0]["shape"]
     base = rows[0]
     shown = [row for row in _split(rows) if row["shape"] == shape and row["dtype"] == base["dtype"]]
@@ -292,7 +292,9 @@ def draw(rows: list[Row], path: Path) -> None:
     labels = [f"{row['name']}  ({row['kernels']})" for row in shown]
     left = [0.0] * len(shown)
     for name, colour in zip(parts.NAMES, colours, strict=True):
-        widths = [row["parts_ms"][name] / base["ms"] for row in shown]
+        widths = [
+            row["ratio"] * row["parts_ms"][name] / sum(row["parts_ms"].values()) for row in shown
+        ]
         if max(widths) > 0:
             axis.barh(labels, widths, left=left, label=name, color=colour)
         left = [a + b for a, b in zip(left, widths)]
