@@ -87,7 +87,7 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def bf16_units(device: torch.device | None = None) -> bool:
     """Return whether a device multiplies bf16 natively; otherwise bf16 is slower than fp32.
 
-    None: as in `device_name`.
+    Without a device, it answers for the machine's accelerator, or its CPU.
     """
     kind = (device or device_of(None)).type
     if kind == "cuda":
@@ -99,7 +99,7 @@ def bf16_units(device: torch.device | None = None) -> bool:
 
 
 def device_name(device: torch.device | None = None) -> str:
-    """Return the name of a device; None: the machine's accelerator, or its CPU."""
+    """Return the name of a device, by default of the machine's accelerator, or its CPU."""
     device = device or device_of(None)
     if device.type == "cpu":
         units = "with" if bf16_units(device) else "without"
